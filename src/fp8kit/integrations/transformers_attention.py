@@ -6,11 +6,16 @@ products of a layer. Under the name ``fp8kit_sdpa`` a kernel of this package att
 token of each sequence, and reads keys and values once. Everything else is the ``sdpa`` of
 Transformers, also a token without a mask, for which torch's own kernel repeats nothing. The name
 holds "sdpa" because Transformers then refuses models for which that is wrong, such as those with
-attention sinks.
+attention sinks. Models whose code compares the name with "sdpa" are refused here: under any other
+name they hand over something else, such as indices of tokens instead of a mask.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+import sys
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,6 +33,7 @@ from fp8kit.runtime.replay_cache import ReplayCache
 NAME = "fp8kit_sdpa"
 # what changes the result, or where keys come from
 _OTHERS = ("position_bias", "softcap", "s_aux", "cache", "output_attentions")
+_COMPARED = re.compile(r"""_attn_implementation\s*(==|!=|in\b|not in\b).*["']sdpa["']""")
 _replays: WeakKeyDictionary[nn.Module, ReplayCache] = WeakKeyDictionary()
 
 
@@ -57,8 +63,15 @@ def attention_forward(
         The result, ``[batch, tokens, heads, value_dim]``, and ``None``.
 
     Raises:
-        UnsupportedError: for a paged cache (``generate_batch``), whose masks are made for ``sdpa``.
+        UnsupportedError: for a paged cache (``generate_batch``), whose masks are made for ``sdpa``,
+            and for models whose code asks for the name ``sdpa``.
     """
+    if _compares_names(type(module).__module__):
+        raise UnsupportedError(
+            f"Got attn_implementation={NAME!r} for a {type(module).__name__}.",
+            "The code of its model computes something else under any other name than 'sdpa'.",
+            "Call model.set_attn_implementation('sdpa').",
+        )
     if kwargs.get("cache") is not None:
         raise UnsupportedError(
             f"Got a paged cache for attn_implementation={NAME!r}.",
@@ -75,6 +88,15 @@ def attention_forward(
     if torch.compiler.is_compiling():
         return ATTEND(*inputs, scale), None
     return _replays.setdefault(module, ReplayCache()).call(ATTEND, inputs, (), (scale,)), None
+
+
+@functools.cache
+def _compares_names(module: str) -> bool:
+    """Return whether the code of a Python module compares an attention's name with "sdpa"."""
+    try:
+        return _COMPARED.search(inspect.getsource(sys.modules[module])) is not None
+    except (OSError, TypeError, KeyError):  # compiled, or written into a session
+        return False
 
 
 def _decodes(
