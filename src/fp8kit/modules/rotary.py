@@ -95,8 +95,9 @@ class _Names(dict[str, Any]):
 
 def calls_rotary(forward: object) -> bool:
     """Return whether a function calls an ``apply_rotary_pos_emb`` that our kernel can stand for."""
-    known = isinstance(forward, types.FunctionType) and FUNCTION in forward.__code__.co_names
-    return known and _rotates(forward.__globals__.get(FUNCTION))
+    if not isinstance(forward, types.FunctionType) or FUNCTION not in forward.__code__.co_names:
+        return False
+    return _rotates(forward.__globals__.get(FUNCTION))
 
 
 @functools.cache
