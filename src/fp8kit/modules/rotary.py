@@ -2,8 +2,7 @@
 
 The embedding is a function in the module of a model's code, which its attention's ``forward`` calls
 by name. An attention keeps its class, and gets a copy of that ``forward`` in which the name stands
-for ours: nothing that other models see is changed. All other names are looked up where the code of
-the class looks them up.
+for ours: nothing that other models see is changed. Other names stay those of the model's code.
 """
 
 from __future__ import annotations
@@ -82,15 +81,12 @@ class _Rotary:
 
 
 class _Names(dict[str, Any]):
-    """Names of a module's code, of which some stand for something else."""
+    """Names of a module's code, ``outer``, of which one stands for ours."""
 
-    def __init__(self, outer: dict[str, Any], own: dict[str, Any]) -> None:
-        # Python itself reads those of the module, such as its package, past ``__missing__``
-        super().__init__({name: outer[name] for name in outer if name.startswith("__")} | own)
-        self._outer = outer
+    outer: dict[str, Any]
 
     def __missing__(self, name: str) -> Any:
-        return self._outer[name]
+        return self.outer[name]
 
 
 def calls_rotary(forward: object) -> bool:
@@ -121,7 +117,10 @@ def _with_rotary(forward: Any) -> Callable[..., Any]:
     """Copy a function, with our rotary embedding under the name of the model's."""
     if not calls_rotary(forward):
         return forward  # type: ignore[no-any-return]
-    names = _Names(forward.__globals__, {FUNCTION: _Rotary(forward.__globals__)})
+    outer = forward.__globals__
+    # Python itself reads names such as that of the package past ``__missing__``
+    names = _Names({name: outer[name] for name in outer if name.startswith("__")})
+    names.outer, names[FUNCTION] = outer, _Rotary(outer)
     made = types.FunctionType(
         forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
     )
