@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward  # n
 
 from fp8kit.integrations import transformers_attention  # noqa: E402
 
+transformers_attention.register()  # as the first conversion of a model does
 NAME = transformers_attention.NAME
 IDS = torch.arange(1, 13).view(2, 6)
 SIZES = {
@@ -164,6 +165,16 @@ def test_sinks_are_refused_by_transformers() -> None:
     model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match="does not support"):
         model.set_attn_implementation(NAME)
+
+
+def test_models_that_ask_for_sdpa_by_its_name_are_refused() -> None:
+    config = transformers.Gemma4TextConfig(**SIZES, vocab_size_per_layer_input=64)
+    made = transformers.AutoModelForCausalLM.from_config(config).eval()
+    made.set_attn_implementation(NAME)
+    with pytest.raises(UnsupportedError, match="any other name than 'sdpa'"):
+        made(IDS)
+    made.set_attn_implementation("sdpa")
+    assert made(IDS).logits.isfinite().all()
 
 
 def test_a_compiler_sees_one_operator(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -553,3 +553,13 @@ def test_data_parallel_runs_on_every_gpu(name: str, scheme: str, fuse: str) -> N
         for _ in range(3):
             assert relative_error(parallel(ids), expected) < 1e-2
     assert parallel(ids).requires_grad
+
+
+@pytest.mark.parametrize("part", ["self_attn", "self_attn.q_proj", "mlp"])
+def test_a_part_that_is_compiled_in_place_reads_its_input(part: str) -> None:
+    model = build("llama", torch.device("cpu"))
+    fp8kit.convert(model)
+    expected = logits(model, tokens(torch.device("cpu")))
+    for layer in model.model.layers:
+        layer.get_submodule(part).compile(backend="eager")
+    assert_bits_equal(logits(model, tokens(torch.device("cpu"))), expected)

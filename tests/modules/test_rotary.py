@@ -16,6 +16,7 @@ import fp8kit
 import recorded_calls
 from fp8kit.conversion.fusible_modules import make_rotary
 from fp8kit.fused import reference
+from fp8kit.integrations.quantizer_of_layers import restore_dense
 from fp8kit.modules.hooks import is_replaced
 from fp8kit.modules.rotary import RotaryForward
 from numerics import assert_bits_equal
@@ -187,6 +188,59 @@ def test_a_second_conversion_reads_the_same_code() -> None:
         n: k for n, k in kinds[1].items() if n.endswith("_proj")
     }
     assert len(rotating(model)) == 2
+
+
+def unturned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    """Leave heads as they are."""
+    del cos, sin
+    return q, k
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_function_that_is_patched_later_is_followed(
+    calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded_calls.fuse_on_cpu(monkeypatch)
+    model = converted()
+    with torch.no_grad():
+        for _ in range(calls):
+            model(IDS)
+        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", unturned)
+        found = model(IDS).logits
+        for module in rotating(model):
+            del module.forward
+        assert_bits_equal(found, model(IDS).logits)
+
+
+def test_other_names_are_those_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = converted(), list[nn.Module]()
+    model.set_attn_implementation("eager")
+    own = modeling_llama.eager_attention_forward
+
+    def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen.append(module)
+        return own(module, *args, **kwargs)
+
+    with torch.no_grad():
+        model(IDS)
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", watched)
+        model(IDS)
+    assert seen == rotating(model)
+
+
+def test_a_wrapped_class_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = converted()
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", recorded_calls.at)
+    q = torch.zeros(1, 2, 3, 8)
+    assert rotating(model)[0].forward.rotate(q, q, q[0, :1], q[0, :1]) == (q, q)
+
+
+def test_a_dense_model_has_the_forwards_of_its_classes() -> None:
+    model = converted("qwen3")
+    restore_dense(model)
+    ours = {"forward", "_replicate_for_data_parallel"}
+    assert not any(ours & set(vars(module)) for module in model.modules())
+    assert b"fp8kit" not in pickle.dumps(model)
 
 
 def test_a_class_that_changes_later_is_followed() -> None:

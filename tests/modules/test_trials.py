@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -94,3 +95,29 @@ def test_seeds_and_defaults_stay_those_of_the_caller() -> None:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.get_rng_state(), state)
     assert random.getstate() == other
+
+
+def test_threads_that_start_meanwhile_keep_their_number() -> None:
+    threads, found, alone = torch.get_num_threads(), [], threading.Lock()
+
+    def tried() -> None:
+        found.append(torch.get_num_threads())
+        with on_trial():
+            found.append(torch.get_num_threads())
+            assert alone.acquire(blocking=False)
+            time.sleep(0.05)
+            alone.release()
+        found.append(torch.get_num_threads())
+
+    torch.set_num_threads(3)
+    others = [threading.Thread(target=tried) for _ in range(4)]
+    try:
+        for other in others:
+            other.start()
+            time.sleep(0.02)
+        for other in others:
+            other.join()
+        assert sorted(found) == [1] * 4 + [3] * 8
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)

@@ -237,14 +237,11 @@ class Mxfp8LinearOp:
 
 def _with_scales(codes: Tensor, scales: Tensor) -> QTensor:
     shape = (*codes.shape[:-1], -(-codes.shape[-1] // MXFP8_BLOCK_SIZE))
-    scales = _bytes(scales.detach())
+    scales = scales.detach()
+    scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
     if scales.dim() == 1 and codes.dim() > 1:
         scales = unswizzle_scales(scales, shape)
     return QTensor(codes.detach(), scales, MX)
-
-
-def _bytes(scales: Tensor) -> Tensor:
-    return scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
 
 
 def _check_emulated(scale: Tensor) -> None:

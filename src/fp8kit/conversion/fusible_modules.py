@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +23,7 @@ from fp8kit.modules.fused_producers import (
 )
 from fp8kit.modules.norm_formula import NormFormula
 from fp8kit.modules.plain_norm import NormForward
-from fp8kit.modules.rotary import FUNCTION, RotaryForward, calls_rotary
+from fp8kit.modules.rotary import RotaryForward, calls_rotary
 from fp8kit.modules.trials import on_trial, owned, set_training
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
@@ -73,10 +69,8 @@ def make_plain(module: nn.Module) -> NormForward | None:
 
 def make_rotary(module: nn.Module) -> RotaryForward | None:
     """Return a ``forward`` for an attention with rotary embedding, ``None`` for other modules."""
-    forward: Any = type(module).forward if may_own_forward(module) else None
-    if not calls_rotary(forward):
-        return None
-    return RotaryForward(module) if _rotates(forward.__globals__.get(FUNCTION)) else None
+    known = may_own_forward(module) and calls_rotary(type(module).forward)
+    return RotaryForward(module) if known else None
 
 
 def may_own_forward(module: nn.Module) -> bool:
@@ -137,23 +131,6 @@ def recognize_norm(norm: nn.Module) -> NormFormula | None:
         if _differs(expected, _normed(formula, x, twin)) <= _PROBED_DIFFERENCE:
             return formula
     return None
-
-
-@functools.cache
-def _rotates(function: Any) -> bool:
-    """Try whether a function rotates heads as ``reference.rotated`` does, to the bit."""
-    random = torch.Generator().manual_seed(0)
-    try:
-        with on_trial():
-            for dtype, batch in itertools.product((torch.bfloat16, torch.float32), (1, 2)):
-                shapes = ((2, 4, 3, 8), (2, 2, 3, 8), (batch, 3, 8), (batch, 3, 8))
-                given = [torch.randn(shape, generator=random).to(dtype) for shape in shapes]
-                pairs = zip(function(*given), reference.rotated(*given), strict=True)
-                if not all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs):
-                    return False
-    except Exception:  # it wants other arguments, or a GPU
-        return False
-    return True
 
 
 def fuse_feed_forward(module: nn.Module) -> FusedGatedMlp | FusedFeedForward | None:

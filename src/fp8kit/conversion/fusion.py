@@ -19,7 +19,7 @@ from fp8kit.modules.fused_producers import Consumers, Fused, Producer
 from fp8kit.modules.joining import can_share
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.norm_formula import takes_codes
-from fp8kit.modules.own_forward import own_forward, set_forward
+from fp8kit.modules.own_forward import drop_forward, own_forward, set_forward
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.modules.stacked_experts import StackedExperts
 
@@ -150,5 +150,5 @@ def _producer(model: nn.Module, link: Link) -> Producer | None:
     if not isinstance(group, SharedInput) or list(group.members) != layers:
         return None
     if own_forward(module) is not None:
-        del module.forward
+        drop_forward(module)
     return fusible_modules.make_producer(module, Consumers(group, link.unchanged(model)))

@@ -1,16 +1,20 @@
 """Attention for Transformers that decodes a token without repeating keys and values in memory.
 
 Where heads share keys and values, and a mask hides the room of a static cache or padding, torch
-gets a copy of both for every head of the queries: in a batch of 64 that takes longer than the FP8
-products of a layer. Under the name ``fp8kit_sdpa`` a kernel of this package attends to one new
-token of each sequence, and reads keys and values once. Everything else is the ``sdpa`` of
-Transformers, also a token without a mask, for which torch's own kernel repeats nothing. The name
-holds "sdpa" because Transformers then refuses models for which that is wrong, such as those with
-attention sinks.
+gets a copy of both for every head of the queries (of Transformers 5.23 only in compiled graphs): in
+a batch of 64 that takes longer than the FP8 products of a layer. Under the name ``fp8kit_sdpa`` a
+kernel of this package attends to one new token of each sequence, and reads keys and values once.
+Everything else is the ``sdpa`` of Transformers, also a token without a mask, for which torch's own
+kernel repeats nothing. The name holds "sdpa" because Transformers then refuses models for which
+that is wrong, such as those with attention sinks. Models whose code compares the name with "sdpa"
+are refused here: under any other they hand over something else, as indices of tokens for a mask.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,6 +32,8 @@ from fp8kit.runtime.replay_cache import ReplayCache
 NAME = "fp8kit_sdpa"
 # what changes the result, or where keys come from
 _OTHERS = ("position_bias", "softcap", "s_aux", "cache", "output_attentions")
+_COMPARISON = re.compile(r"""_attn_implementation\s*(==|!=|in\b|not in\b).*["']sdpa["']""")
+_compared: dict[str, bool] = {}  # by the name of a Python module
 _replays: WeakKeyDictionary[nn.Module, ReplayCache] = WeakKeyDictionary()
 
 
@@ -57,8 +63,15 @@ def attention_forward(
         The result, ``[batch, tokens, heads, value_dim]``, and ``None``.
 
     Raises:
-        UnsupportedError: for a paged cache (``generate_batch``), whose masks are made for ``sdpa``.
+        UnsupportedError: for a paged cache (``generate_batch``), whose masks are made for ``sdpa``,
+            and for models whose code asks for the name ``sdpa``.
     """
+    if _compares_names(type(module).__module__):
+        raise UnsupportedError(
+            f"Got attn_implementation={NAME!r} for a {type(module).__name__}.",
+            "The code of its model computes something else under any other name than 'sdpa'.",
+            "Call model.set_attn_implementation('sdpa').",
+        )
     if kwargs.get("cache") is not None:
         raise UnsupportedError(
             f"Got a paged cache for attn_implementation={NAME!r}.",
@@ -75,6 +88,18 @@ def attention_forward(
     if torch.compiler.is_compiling():
         return ATTEND(*inputs, scale), None
     return _replays.setdefault(module, ReplayCache()).call(ATTEND, inputs, (), (scale,)), None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _compares_names(module: str) -> bool:
+    """Return whether the code of a Python module compares an attention's name with "sdpa"."""
+    if module not in _compared:
+        try:
+            found = _COMPARISON.search(inspect.getsource(sys.modules[module]))
+        except (OSError, TypeError, KeyError):  # compiled, or written into a session
+            found = None
+        _compared[module] = found is not None
+    return _compared[module]
 
 
 def _decodes(

@@ -141,7 +141,8 @@ class GuardedCodes(Tensor):
     ) -> Any:
         """Run what reads no values, and guard what results; raise for anything else."""
         kwargs = kwargs or {}
-        name, given = _name(func), _tensors((args, kwargs))
+        name = str(getattr(func, "__name__", func)).partition(".")[0]
+        given = _tensors((args, kwargs))
         codes = [t for t in given if isinstance(t, GuardedCodes)]
         owner = next((t.__dict__["_owner"] for t in codes if "_owner" in t.__dict__), "")
         if name == "__iter__":
@@ -267,10 +268,6 @@ def _refused(name: str, owner: str) -> UnsupportedError:
         "fp8kit.dequantize(experts.quantized(name)); or convert the model with this layer "
         "in exclude=. Other weights are written by layer.load_state_dict.",
     )
-
-
-def _name(func: Any) -> str:
-    return str(getattr(func, "__name__", func)).partition(".")[0]
 
 
 def _guarded(result: Any, originals: dict[int, Any], owner: str) -> Any:

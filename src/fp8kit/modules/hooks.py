@@ -65,16 +65,17 @@ class ClassForward:
 
 
 def is_replaced(forward: object) -> bool:
-    """Return whether what an instance has under this name is there, and not its class's code."""
+    """Return whether what ``vars`` of a module has as ``forward``, or ``None``, is other code."""
     return forward is not None and not isinstance(forward, ClassForward)
 
 
 def is_watched(*modules: nn.Module) -> bool:
-    """Return whether a hook, or a forward put on an instance, sees what these take or give."""
+    """Return whether a hook, another forward or ``compile()`` sees what these take or give."""
     return bool(
         torch.nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
         or any(
             is_replaced(own.get("forward"))
+            or own.get("_compiled_call_impl") is not None
             or own["_forward_hooks"]
             or own["_forward_pre_hooks"]
             or own["_backward_hooks"]

@@ -31,12 +31,16 @@ def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     setattr(module, _REPLICATE, functools.partial(_replica, module))
 
 
+def drop_forward(module: nn.Module) -> nn.Module:
+    """Let a module run its class's ``forward`` again, and return it."""
+    for name in ("forward", _REPLICATE):
+        vars(module).pop(name, None)
+    return module
+
+
 def _replica(module: nn.Module) -> nn.Module:
     """Replicate a module for ``DataParallel``: what our ``forward`` holds is on another GPU."""
-    made: nn.Module = getattr(type(module), _REPLICATE)(module)
-    for name in ("forward", _REPLICATE):
-        vars(made).pop(name, None)
-    return made
+    return drop_forward(getattr(type(module), _REPLICATE)(module))
 
 
 def own_forward(module: nn.Module) -> OwnForward | None:

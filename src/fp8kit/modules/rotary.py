@@ -2,11 +2,13 @@
 
 The embedding is a function in the module of a model's code, which its attention's ``forward`` calls
 by name. An attention keeps its class, and gets a copy of that ``forward`` in which the name stands
-for ours: nothing that other models see is changed.
+for ours: nothing that other models see is changed. Other names stay those of the model's code.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit.fused import operators
+from fp8kit.fused import operators, reference
 from fp8kit.modules import fused_producers
 from fp8kit.modules.hooks import ClassForward
+from fp8kit.modules.trials import on_trial
 from fp8kit.runtime.replay_cache import ReplayCache
 
 FUNCTION = "apply_rotary_pos_emb"
@@ -38,13 +41,13 @@ class RotaryForward(ClassForward):
 
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Sequence[Tensor]:
         """Rotate heads as ``forward`` does; arguments as of ``reference.rotated``."""
-        rotary: _Rotary = self._copied().__globals__[FUNCTION]
-        return rotary(q, k, cos, sin)
+        rotary = self._copied().__globals__.get(FUNCTION)  # a wrapped ``forward`` has other names
+        return (q, k) if rotary is None else rotary(q, k, cos, sin)
 
     def _copied(self) -> Any:
         own = type(self.module).forward
         if self._own is not own:  # the first call, or somebody has changed the class
-            self._own, self._fused = own, _with_rotary(own)
+            self._fused, self._own = _with_rotary(own), own  # in this order: threads may share it
         return self._fused
 
     def __getstate__(self) -> dict[str, Any]:
@@ -57,32 +60,67 @@ class RotaryForward(ClassForward):
 
 
 class _Rotary:
-    """Stands for a model's ``apply_rotary_pos_emb``, and calls it for what our kernel cannot."""
+    """Stands for a model's ``apply_rotary_pos_emb``, and calls it for what our kernel cannot.
 
-    def __init__(self, own: Callable[..., Sequence[Tensor]]) -> None:
-        self._own = own
+    ``names`` are those of the model's code, where somebody may put another function at any time.
+    """
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names, self._known = names, names[FUNCTION]
         self._replays = ReplayCache()
 
     def __call__(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
     ) -> Sequence[Tensor]:
         """Rotate the heads of queries and keys."""
-        if args or kwargs or not _fits(q, k, cos, sin):
-            return self._own(q, k, cos, sin, *args, **kwargs)
+        own = self._names[FUNCTION]
+        if own is not self._known or args or kwargs or not _fits(q, k, cos, sin):
+            return own(q, k, cos, sin, *args, **kwargs)  # type: ignore[no-any-return]
         found: Sequence[Tensor] = self._replays.call(operators.ROTATED, (q, k, cos, sin), (), ())
         return found
 
 
+class _Names(dict[str, Any]):
+    """Names of a module's code, ``outer``, of which one stands for ours."""
+
+    outer: dict[str, Any]
+
+    def __missing__(self, name: str) -> Any:
+        return self.outer[name]
+
+
 def calls_rotary(forward: object) -> bool:
-    """Return whether a function calls ``apply_rotary_pos_emb``, by the names in its code."""
-    return isinstance(forward, types.FunctionType) and FUNCTION in forward.__code__.co_names
+    """Return whether a function calls an ``apply_rotary_pos_emb`` that our kernel can stand for."""
+    if not isinstance(forward, types.FunctionType) or FUNCTION not in forward.__code__.co_names:
+        return False
+    return _rotates(forward.__globals__.get(FUNCTION))
+
+
+@functools.cache
+def _rotates(function: Any) -> bool:
+    """Try whether a function rotates heads as ``reference.rotated`` does, to the bit."""
+    random = torch.Generator().manual_seed(0)
+    try:
+        with on_trial():
+            for dtype, batch in itertools.product((torch.bfloat16, torch.float32), (1, 2)):
+                shapes = ((2, 4, 3, 8), (2, 2, 3, 8), (batch, 3, 8), (batch, 3, 8))
+                given = [torch.randn(shape, generator=random).to(dtype) for shape in shapes]
+                pairs = zip(function(*given), reference.rotated(*given), strict=True)
+                if not all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs):
+                    return False
+    except Exception:  # it wants other arguments, or a GPU
+        return False
+    return True
 
 
 def _with_rotary(forward: Any) -> Callable[..., Any]:
     """Copy a function, with our rotary embedding under the name of the model's."""
     if not calls_rotary(forward):
         return forward  # type: ignore[no-any-return]
-    names = {**forward.__globals__, FUNCTION: _Rotary(forward.__globals__[FUNCTION])}
+    outer = forward.__globals__
+    # Python itself reads names such as that of the package past ``__missing__``
+    names = _Names({name: outer[name] for name in outer if name.startswith("__")})
+    names.outer, names[FUNCTION] = outer, _Rotary(outer)
     made = types.FunctionType(
         forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
     )

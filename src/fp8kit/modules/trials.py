@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 import random
+import threading
 import types
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
@@ -23,6 +24,7 @@ _MOST_COPIED = 2**22  # numbers: a module may hold the whole model in an attribu
 _MOST_READ = 2**14  # bytes of a tensor that are compared
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
+_one_trial = threading.RLock()  # defaults, and how many threads compute, are of the whole process
 _AS_THEY_ARE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
@@ -50,19 +52,26 @@ def on_trial() -> Iterator[None]:
     In one thread: numbers are few, and where every process of a machine converts a model, their
     threads would wait for each other's cores.
     """
-    dtype, state, threads = torch.get_default_dtype(), random.getstate(), torch.get_num_threads()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     # a default device slows every call down, so that none is set where none is needed
     here = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
     with (
+        _one_trial,
         torch.random.fork_rng(devices),
         torch.autocast("cpu", enabled=False),
         torch.inference_mode(False),  # what is made in it has no gradient
         torch.no_grad(),
         here,
     ):
+        dtype, state = torch.get_default_dtype(), random.getstate()
+        threads = torch.get_num_threads()
         torch.set_default_dtype(torch.float32)
         torch.set_num_threads(1)
+        if threading.active_count() > 1:
+            # a thread that computes for the first time meanwhile keeps what was set last, for good
+            other = threading.Thread(target=torch.set_num_threads, args=(threads,))
+            other.start()
+            other.join()
         try:
             yield
         finally:

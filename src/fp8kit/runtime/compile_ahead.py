@@ -7,25 +7,16 @@ kernels is run once while they are only noted: nothing is launched. Then threads
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Protocol
 
 _local = threading.local()
 
 
-class Compilable(Protocol):
-    """A kernel that has its source."""
-
-    def load(self) -> None:
-        """Compile it, unless that is done."""
-
-
-def noted() -> list[Compilable] | None:
-    """Return the kernels that this thread notes instead of launching them; ``None`` if it runs."""
-    found: list[Compilable] | None = getattr(_local, "kernels", None)
-    return found
+def noted() -> list[Callable[[], None]] | None:
+    """Return what compiles the kernels that this thread notes; ``None`` if it launches them."""
+    return getattr(_local, "kernels", None)
 
 
 @contextmanager
@@ -34,12 +25,12 @@ def noting() -> Iterator[None]:
 
     Results inside are of no use. Raises ``RuntimeError`` if a source does not compile.
     """
-    kernels: list[Compilable] = []
+    kernels: list[Callable[[], None]] = []
     with _state(kernels):
         yield
     if kernels:
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda kernel: kernel.load(), kernels))
+            list(pool.map(lambda load: load(), kernels))
 
 
 @contextmanager
@@ -50,7 +41,7 @@ def running() -> Iterator[None]:
 
 
 @contextmanager
-def _state(kernels: list[Compilable] | None) -> Iterator[None]:
+def _state(kernels: list[Callable[[], None]] | None) -> Iterator[None]:
     before, _local.kernels = noted(), kernels
     try:
         yield

@@ -106,7 +106,7 @@ class Kernel(Function):
         if kernels is None:
             self.load()
         else:
-            kernels.append(self)
+            kernels.append(self.load)
 
     def load(self) -> None:
         """Compile it and load it onto its device, unless that is done."""
