@@ -174,6 +174,29 @@ def test_checkpoints_are_loaded_and_dispatched(place: str, tmp_path: Path) -> No
     assert_bits_equal(run(loaded.eval()), run(made))
 
 
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "MXFP8", "FP8_BLOCK"])
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_the_dtype_of_a_load_is_that_of_biases_alone(
+    scheme: str, place: str, tmp_path: Path
+) -> None:
+    made = nn.Sequential(*(Fp8Linear.from_linear(nn.Linear(128, 128), scheme) for _ in "ab"))
+    save_file(made.state_dict(), tmp_path / "model.safetensors")
+    loaded = accelerate.load_checkpoint_and_dispatch(
+        nn.Sequential(*(Fp8Linear(128, 128, scheme=scheme, device="meta") for _ in "ab")),
+        str(tmp_path / "model.safetensors"),
+        device_map={"0": "cpu", "1": place},
+        offload_folder=tmp_path / "offloaded",
+        dtype=torch.float16,
+    )
+    wanted = {
+        name: torch.float16 if name.endswith("bias") else p.dtype
+        for name, p in made.named_parameters()
+    }
+    assert {name: p.dtype for name, p in loaded.named_parameters()} == wanted
+    x = torch.randn(2, 128).half()
+    torch.testing.assert_close(loaded(x), made(x), rtol=1e-2, atol=1e-2)
+
+
 def other(made: nn.Module) -> dict[str, Tensor]:
     """Dense weights of the shapes of a model, other than those it was made from."""
     torch.manual_seed(1)

@@ -449,6 +449,12 @@ def test_an_adapter_that_cuts_the_weight_is_refused_before_it_does(on_meta: bool
         peft.get_peft_model(pair(), config, low_cpu_mem_usage=on_meta)
 
 
+def test_adapters_of_other_kinds_that_would_be_drawn_in_fp8_are_refused() -> None:
+    config = peft.TinyLoraConfig(target_modules=["0"], init_weights="uniform")
+    with pytest.raises(UnsupportedError, match=r"check_uniform_bounds.*takes its dtype"):
+        peft.get_peft_model(pair(), config)
+
+
 @pytest.mark.parametrize(
     "made_in_the_dtype_of_the_weight",
     [

@@ -1,8 +1,8 @@
 """accelerate's loaders, which place the tensors of a checkpoint into a model one by one.
 
-They cast each tensor to the dtype of what is there. A dense weight cast to FP8 would be codes
-under the scales of another weight, so it is quantized with scales of its own instead. What they
-move they put past ``register_parameter``, which would make it plain.
+They cast each tensor to the dtype of what is there, or to one they are given. A dense weight cast
+to FP8 would be codes under the scales of another weight, so it is quantized with scales of its own.
+What they move they put past ``register_parameter``, which would make it plain.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ def _place(
     tensor_name: str,
     device: Any,
     value: Any = None,
+    dtype: Any = None,
     *args: Any,
     **kwargs: Any,
 ) -> None:
     owner, _, name = tensor_name.rpartition(".")
     layer = module.get_submodule(owner)
-    if str(device) == "meta" or not _would_be_cast(layer, name, value):
-        own(module, tensor_name, device, value, *args, **kwargs)
-        if isinstance(layer, Fp8Linear | ExpertTensors) and name in layer._parameters:
+    held = layer._parameters.get(name) if isinstance(layer, Fp8Linear | ExpertTensors) else None
+    if held is not None and (held.dtype in FP8_FORMATS or name.endswith(("_scale", "_exponents"))):
+        dtype = None  # it is for numbers: codes and scales keep theirs, as in any cast
+    if str(device) == "meta" or held is None or not _would_be_cast(held, value):
+        own(module, tensor_name, device, value, dtype, *args, **kwargs)
+        if held is not None:
             layer._parameters[name] = plain(layer._parameters[name])
         return
-    held = layer._parameters[name]
-    assert held is not None
     layer.load_state_dict({name: value}, strict=False, assign=held.is_meta)
     layer.to(device)
 
 
-def _would_be_cast(layer: nn.Module, name: str, value: Any) -> bool:
+def _would_be_cast(held: Tensor, value: Any) -> bool:
     """Return whether a value is no codes and would be placed where a layer of ours holds codes."""
-    if not isinstance(layer, Fp8Linear | ExpertTensors) or not isinstance(value, Tensor):
-        return False
-    held = layer._parameters.get(name)
-    return held is not None and held.dtype in FP8_FORMATS and value.dtype not in FP8_FORMATS
+    codes = not isinstance(value, Tensor) or value.dtype in FP8_FORMATS
+    return held.dtype in FP8_FORMATS and not codes

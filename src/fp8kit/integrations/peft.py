@@ -244,7 +244,7 @@ def tell() -> None:
         )
     lora_model.dispatch_default = _dispatch
     run_through(_BaseAdaptedAttention, "__init__", _in_words)
-    for method in ("merge_adapter", "_unload_and_optionally_merge"):
+    for method in ("inject_adapter", "merge_adapter", "_unload_and_optionally_merge"):
         run_through(BaseTuner, method, _in_words)
     run_through(UniLoraLayer, "update_scaling", _scale_in_high_precision)
     run_through(ModulesToSaveWrapper, "check_module", _refuse_fp8)
