@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.utils.prune  # which torch does not import itself
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from transformers import (

@@ -48,6 +48,11 @@ def converted(kind: str = "llama", **changes: Any) -> Any:
     return model
 
 
+def patch(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
+    """Put something else into the code of Llama."""
+    monkeypatch.setattr(f"{modeling_llama.__name__}.{name}", value)
+
+
 @pytest.mark.parametrize(
     ("kind", "known"),
     [
@@ -146,7 +151,7 @@ def on_a_gpu(*operands: Tensor) -> Any:
 def test_another_function_stays(other: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     attention = tiny().model.layers[0].self_attn
     assert isinstance(make_rotary(attention), RotaryForward)
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", other)
+    patch(monkeypatch, "apply_rotary_pos_emb", other)
     assert make_rotary(attention) is None
 
 
@@ -205,7 +210,7 @@ def test_a_function_that_is_patched_later_is_followed(
     with torch.no_grad():
         for _ in range(calls):
             model(IDS)
-        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", unturned)
+        patch(monkeypatch, "apply_rotary_pos_emb", unturned)
         found = model(IDS).logits
         for module in rotating(model):
             del module.forward
@@ -223,14 +228,14 @@ def test_other_names_are_those_of_the_module(monkeypatch: pytest.MonkeyPatch) ->
 
     with torch.no_grad():
         model(IDS)
-        monkeypatch.setattr(modeling_llama, "eager_attention_forward", watched)
+        patch(monkeypatch, "eager_attention_forward", watched)
         model(IDS)
     assert seen == rotating(model)
 
 
 def test_a_wrapped_class_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     model = converted()
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", recorded_calls.at)
+    patch(monkeypatch, "LlamaAttention.forward", recorded_calls.at)
     q = torch.zeros(1, 2, 3, 8)
     assert rotating(model)[0].forward.rotate(q, q, q[0, :1], q[0, :1]) == (q, q)
 
