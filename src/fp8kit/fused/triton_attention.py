@@ -180,7 +180,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
         parts = torch.empty(*size, value_dim, dtype=torch.float32, device=device)
         tops, sums = (torch.empty(size, dtype=torch.float32, device=device) for _ in range(2))
     overlap, group = overlaps(query.device), heads // shared
-    narrow = max(dim, value_dim) <= _NARROW_DIM
+    one_tile = max(dim, value_dim) <= _NARROW_DIM
     block_dv = max(triton.next_power_of_2(value_dim), 16)
     with current(query.device):
         launch(
@@ -190,11 +190,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
             query.stride(0), query.stride(1), *key.stride()[:3], *value.stride()[:3],
             0 if seen is None or batch > seen.shape[0] else seen.stride(0),
             H=shared, GROUP=group, D=dim, DV=value_dim, SPLIT=chunks > 1,
-            CHUNK=CHUNK, BLOCK_T=CHUNK if narrow else CHUNK // 2,
+            CHUNK=CHUNK, BLOCK_T=CHUNK if one_tile else CHUNK // 2,
             BLOCK_G=max(triton.next_power_of_2(group), _LEAST_ROWS),
             BLOCK_D=max(triton.next_power_of_2(dim), 16), BLOCK_DV=block_dv,
             OVERLAP=overlap, launch_pdl=overlap,
-            num_warps=4 if narrow else 8, num_stages=2,
+            num_warps=4 if one_tile else 8, num_stages=2,
         )  # fmt: skip
         if parts is not None:
             launch(

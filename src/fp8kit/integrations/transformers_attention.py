@@ -30,8 +30,8 @@ from fp8kit.modules import fused_producers
 from fp8kit.runtime.replay_cache import ReplayCache
 
 NAME = "fp8kit_sdpa"
-# what changes the result, or where keys come from
-_OTHERS = ("position_bias", "softcap", "s_aux", "cache", "output_attentions")
+# arguments that change the result
+_OTHERS = ("position_bias", "softcap", "s_aux", "output_attentions")
 _COMPARISON = re.compile(r"""_attn_implementation\s*(==|!=|in\b|not in\b).*["']sdpa["']""")
 _compared: dict[str, bool] = {}  # by the name of a Python module
 _replays: WeakKeyDictionary[nn.Module, ReplayCache] = WeakKeyDictionary()

@@ -74,7 +74,7 @@ def is_watched(*modules: nn.Module) -> bool:
     return bool(
         torch.nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
         or any(
-            is_replaced(own.get("forward"))
+            ("forward" in own and is_replaced(own["forward"]))
             or own.get("_compiled_call_impl") is not None
             or own["_forward_hooks"]
             or own["_forward_pre_hooks"]

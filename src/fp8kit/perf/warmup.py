@@ -170,10 +170,9 @@ def _kind(module: nn.Module) -> object:
         if isinstance(module.shared, SharedInput):
             return ("group", *map(_layer_kind, module.shared.members))
         return alone
-    if isinstance(vars(module).get("forward"), RotaryForward):
-        layers = _heads(module)
-        alike = all(isinstance(layer, Fp8Linear) for layer in layers)
-        return ("rotary", type(module), *map(_layer_kind, layers)) if layers and alike else None
+    if heads := _heads(module):
+        fp8 = all(isinstance(layer, Fp8Linear) for layer in heads)
+        return ("rotary", type(module), *map(_layer_kind, heads)) if fp8 else None
     if (own := own_forward(module)) is not None:
         weight = module.get_parameter("weight")
         return (type(own), own.formula, weight.shape, weight.dtype, weight.device)
