@@ -143,7 +143,7 @@ def experts(
             *multiply(call, rows, h, products),
             _sum(call, products, y),
         )
-        # Products may load weights before the kernel before them has ended: every block of the sort
+        # Products may read routes before the kernel before them has ended: every block of the sort
         # waits for what came before it, and only then lets the next kernel start.
         for kernel, blocks, arguments in launches:
             kernel.launch(blocks, arguments, overlap=True)

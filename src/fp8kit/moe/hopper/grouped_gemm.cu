@@ -9,9 +9,10 @@
 // many are its rows, where a warp has whole groups and a thread needs two scales per step.
 //
 // Pipeline: one producer warp loads weights and one loads tokens, by TMA into one ring; with GATHERS warps
-// copy each row of tokens by cp.async. Weights are loaded before the previous kernel has ended (PDL): the
-// second product finds the tiles that the kernel before that has listed, the first one lists them itself if
-// pairs are few.
+// copy each row of tokens by cp.async. A kernel starts before the previous one has ended (PDL), and the first
+// product then sorts few pairs into its tiles. Nothing is loaded into the ring before the wait for the
+// previous kernel: where several processes share a GPU, TMA loads that were in flight at a change of process
+// then raised an illegal instruction (docs/research/performance-log.md, "Weights wait too").
 //
 // Both products of few tokens are one kernel, in which the ring runs on: down weights are on their way
 // while the last rows of the first product are multiplied. A block counts itself in at each tile whose
@@ -42,7 +43,7 @@
 //   BAND              tiles       of tokens that all weights of an expert pass together
 //   PIPELINED_STEPS   K steps     whose promotions overlap the next MMA
 //   NARROW            0 or 1      tiles of the second product have one half of weight rows
-//   LISTS             0 or 1      sort few pairs here, to load weights before the tokens are quantized
+//   LISTS             0 or 1      sort few pairs here, while the tokens are quantized
 //   FEW_PAIRS         pairs       that are few
 //   GATHERS           0 or 1      the first product gathers the rows of pairs from tokens
 //   GIVEN_SCALE       0 or 1      the result of the first product has a static scale
@@ -390,9 +391,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
   if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
   if (MOVE_REGISTERS && producer) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
   if (producer && warp > 4 * WARPGROUPS + TOKEN_WARPS) return;
-  // what is older than the kernel before this one needs no wait: routes, and for the second product tiles
-  const bool tiles_are_known = LISTS || !FIRST;
-  if (!tiles_are_known || !loads_weights) asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 #if LISTS
   const TokenTile* const listed = few.tiles;
   const int count = few.count;
@@ -426,8 +425,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
       load_weights(up, up_tiles, ring, rank * HALF_ROWS, queue, next);
 #endif
 #if SECOND
-      // blocks without a tile of the first product would delay the tokens that others wait for
-      if (FIRST) asm volatile("griddepcontrol.wait;" ::: "memory");
       load_weights(down, down_tiles(), ring, 0, queue, next);
 #endif
       return;

@@ -1,0 +1,31 @@
+"""Processes that share a GPU: its changes from one to the next fall into the middle of kernels.
+
+Processes begin and end all the time, as contexts that come and go were part of the only fault that was found.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+PROCESSES, AT_ONCE = 30, 10
+SCRIPT = Path(__file__).resolve().parents[1] / "shared_gpu.py"
+
+
+@pytest.mark.gpu
+def test_kernels_that_overlap_survive_other_processes_on_their_gpu() -> None:
+    def run(seed: int) -> subprocess.CompletedProcess[str]:
+        seconds = str(3 + seed % 5)
+        command = [sys.executable, str(SCRIPT), str(seed), seconds]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for done in pool.map(run, range(PROCESSES)):
+            assert done.returncode == 0, done.stderr
+            count, differing = map(int, done.stdout.split())
+            assert count >= 40
+            assert differing == 0
