@@ -1,6 +1,6 @@
 """Processes that share a GPU: its changes from one to the next fall into the middle of kernels.
 
-Processes begin and end all the time, as contexts that come and go were part of the only fault that was found.
+Processes begin and end all the time: contexts that come and go were part of the only fault found.
 """
 
 from __future__ import annotations
