@@ -205,6 +205,40 @@ def test_codes_of_siblings_join(scheme: str) -> None:
             assert_bits_equal(model.state_dict()[f"{target}_proj.{kind}"], torch.cat(parts))
 
 
+@pytest.mark.parametrize("order", [*itertools.permutations("qkv")])
+def test_keys_and_values_of_different_rows(order: tuple[str, ...]) -> None:
+    rows = {"q": 256, "k": 64, "v": 128}
+    parts = {name: torch.randn(n, K) for name, n in rows.items()}
+    parts |= {f"{name}.bias": torch.randn(n) for name, n in rows.items()}
+
+    def one_buffer() -> Iterator[tuple[str, Tensor]]:
+        buffer = torch.empty(256 * K)
+        for name in order:
+            for key, kind in ((name, "weight"), (f"{name}.bias", "bias")):
+                held = buffer[: parts[key].numel()].view_as(parts[key])
+                yield f"attn.{name}_proj.{kind}", held.copy_(parts[key])
+
+    whole = {kind: torch.cat([parts[name + kind] for name in rows]) for kind in ("", ".bias")}
+    for scheme in (None, "FP8_DYNAMIC"):
+        model = nn.Module()
+        model.attn = nn.Module()
+        model.attn.qkv_proj = nn.Linear(K, sum(rows.values()))
+        load_weights(model, one_buffer(), scheme=scheme)
+        assert_bits_equal(model.attn.qkv_proj.bias, whole[".bias"])
+        if scheme is None:
+            assert_bits_equal(model.attn.qkv_proj.weight, whole[""])
+        else:
+            q = fp8kit.quantize(whole[""], fp8kit.ROW, role="weight")
+            assert_bits_equal(model.attn.qkv_proj.weight, q.data)
+
+
+def test_parts_with_more_rows_than_their_layer() -> None:
+    tensors = weights() | {"attn.k_proj.bias": torch.zeros(Q), "attn.v_proj.bias": torch.zeros(Q)}
+    for seed in range(4):
+        with pytest.raises(CheckpointError, match=r"The model needs \[512\]"):
+            load_weights(on_meta(True), shuffled(tensors, seed), scheme="FP8_DYNAMIC")
+
+
 def test_a_joined_checkpoint_into_separate_layers() -> None:
     whole = joined_weights(weights()) | stacks(weights())
     model = on_meta(False)

@@ -255,8 +255,7 @@ class Placement:
                 partial.dense = torch.empty(
                     shape, dtype=value.dtype, device=self._place(owner.weight)
                 )
-            first = route.first_row(value.shape[0], shape[0])
-            partial.dense[first : first + value.shape[0]].copy_(value)
+            partial.fill(partial.dense, route, value, self._kept)
         if self._partial.end(name):
             parts = [partial.codes[index] for index in sorted(partial.codes)]
             if parts and partial.dense is not None:
@@ -315,15 +314,14 @@ class Placement:
                 "Bring the stacked tensor, or load the directory without model=.",
             )
         matrix = shape if route.expert is None else shape[1:]
-        self._partial.begin(route, name, value.shape, matrix)
+        partial = self._partial.begin(route, name, value.shape, matrix)
         if held.is_meta or (self._device is not None and held.device != self._device):
             place = self._place(held)
             dtype = value.dtype if held.is_meta else held.dtype
             self._set(module, key, torch.empty(shape, dtype=dtype, device=place), fresh=True)
         view = getattr(module, key).detach()
         view = view if route.expert is None else view[route.expert]
-        first = route.first_row(value.shape[0], matrix[0])
-        view[first : first + value.shape[0]].copy_(value)
+        partial.fill(view, route, value, self._kept)
         if self._partial.end(name):
             self.placed.add(name)
 

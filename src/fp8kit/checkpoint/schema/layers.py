@@ -95,7 +95,8 @@ def part_widths(name: str, shape: Shape, count: int, config: JsonObject) -> tupl
         keys = text.get("num_key_value_heads", heads)
         if isinstance(heads, int) and isinstance(keys, int) and heads > 0 and keys > 0:
             size, rest = divmod(rows, heads + 2 * keys)
-            return (heads * size, keys * size, keys * size) if rest == 0 else ()
+            fits = rest == 0 and text.get("head_dim") in (None, size)  # else values have another
+            return (heads * size, keys * size, keys * size) if fits else ()
     return ()
 
 
