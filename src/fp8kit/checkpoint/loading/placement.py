@@ -297,7 +297,7 @@ class Placement:
             module.set_extra_state(value)
             self.placed.add(name)
             return
-        if self._dtype is not None and value.is_floating_point() and not key.endswith("_scale"):
+        if self._dtype is not None and value.is_floating_point():
             value = value.to(self._dtype)
         held, shape = getattr(module, key), self.shapes[name]
         if not self._owned and value.is_floating_point():
