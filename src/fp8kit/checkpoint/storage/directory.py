@@ -208,7 +208,8 @@ def write_json(file: Path, content: JsonObject) -> None:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Show the bytes of a tensor, writable; of a contiguous one on the CPU, its own memory."""
-    flat = tensor.detach().to("cpu").contiguous().view(-1)
+    # a conjugate or negative of torch may be a mark on the bytes of another tensor
+    flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().view(-1)
     if not flat.numel():
         return memoryview(b"")
     raw = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())
