@@ -254,6 +254,44 @@ def test_a_joined_checkpoint_into_separate_layers() -> None:
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("shared", [True, False], ids=["module", "tensor"])
+def test_what_the_model_ties_must_not_differ(shared: bool, device: str) -> None:
+    def model() -> nn.Module:
+        with torch.device(device):
+            found = nn.Sequential(*(nn.Linear(256, 256, False) for _ in range(3)))
+        if shared:
+            found[2] = found[0]
+        found[2].weight = found[0].weight
+        return found
+
+    one, other = torch.randn(256, 256), torch.randn(256, 256)
+    one[:, 0], other[:, 0] = 9, 9  # and so scales are the same
+    one[0, 1] = -0.0
+    tensors = {"0.weight": one, "1.weight": one, "2.weight": one.clone()}
+    tied, scheme = model(), "FP8_DYNAMIC" if shared else None
+    load_weights(tied, tensors, scheme=scheme)
+    assert isinstance(tied[0], Fp8Linear) == shared
+    assert tied[0]._parameters["weight"] is tied[2]._parameters["weight"]
+    with pytest.raises(CheckpointError, match="0.weight and 2.weight differ, and the model ties"):
+        load_weights(model(), tensors | {"2.weight": other}, scheme=scheme)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_numbers_that_a_tensor_cannot_hold(device: str) -> None:
+    def model(dtype: torch.dtype) -> nn.Module:
+        found = nn.Module()
+        found.register_buffer("steps", torch.zeros(2, dtype=dtype))
+        return found.to(device)
+
+    counted = model(torch.int64)
+    load_weights(counted, {"steps": torch.tensor([1.0, 2.0])})
+    assert counted.steps.tolist() == [1, 2]
+    for dtype, value in ((torch.int64, 1.5), (torch.int64, float("nan")), (torch.float32, 1j)):
+        with pytest.raises(CheckpointError, match=f"steps has numbers of .* that {dtype} cannot"):
+            load_weights(model(dtype), {"steps": torch.tensor([1.0, value])})
+
+
 def test_buckets() -> None:
     model, items = on_meta(True), shuffled(weights(), 5)
     first = load_weights(model, items[:9], scheme="FP8_DYNAMIC", partial=True)

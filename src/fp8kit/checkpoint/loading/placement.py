@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8kit import functional
 from fp8kit.checkpoint.loading.expert_stacks import Arrivals
@@ -81,6 +82,8 @@ class Placement:
         self._arrived: set[str] = set()
         self._waiting: dict[str, dict[str, Tensor]] = {}
         self._partial = Partials(shapes)
+        # the name and the tensor that took the place of each one: tied tensors are one
+        self._filled: MutableMapping[Tensor, tuple[str, Tensor]] = WeakIdKeyDictionary()
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Take one tensor, on any device, by its name in the checkpoint.
@@ -285,7 +288,7 @@ class Placement:
                 layer.original_weight.copy_(value)
             found = stored_tensors(q, layer.scheme, layer=name)
         for kind, tensor in found.items():
-            self._set(layer, kind, tensor, fresh=isinstance(value, Tensor))
+            self._set(layer, kind, tensor, named(name, kind), fresh=isinstance(value, Tensor))
             self.placed.add(named(name, kind))
 
     def _write(self, route: Route, kind: str, value: Tensor) -> None:
@@ -300,11 +303,12 @@ class Placement:
         if self._dtype is not None and value.is_floating_point():
             value = value.to(self._dtype)
         held, shape = getattr(module, key), self.shapes[name]
+        _check_cast(name, value, held.dtype)
         if not self._owned and value.is_floating_point():
             value = value.to(held.dtype)
         if route.whole:
             check_shape(name, value.shape, shape)
-            self._set(module, key, value)
+            self._set(module, key, value, name)
             self.placed.add(name)
             return
         if getattr(module, "is_transposed", False):
@@ -318,7 +322,7 @@ class Placement:
         if held.is_meta or (self._device is not None and held.device != self._device):
             place = self._place(held)
             dtype = value.dtype if held.is_meta else held.dtype
-            self._set(module, key, torch.empty(shape, dtype=dtype, device=place), fresh=True)
+            _replace(module, key, torch.empty(shape, dtype=dtype, device=place))
         view = getattr(module, key).detach()
         view = view if route.expert is None else view[route.expert]
         partial.fill(view, route, value, self._kept)
@@ -328,9 +332,17 @@ class Placement:
     def _place(self, held: Tensor) -> torch.device:
         return self._device or (torch.device("cpu") if held.is_meta else held.device)
 
-    def _set(self, module: nn.Module, key: str, value: Tensor, fresh: bool = False) -> None:
-        held = getattr(module, key)
+    def _set(
+        self, module: nn.Module, key: str, value: Tensor, name: str, fresh: bool = False
+    ) -> None:
+        held: Tensor = nn.Module.__getattr__(module, key)  # a guard would have another identity
         moved = value.to(self._place(held))
+        other, first = self._filled.get(held, ("", held))
+        if other:
+            _check_tied(other, name, first.detach(), moved)
+            setattr(module, key, first)
+            return
+        self._filled[held] = name, held
         if not held.is_meta and held.device == moved.device:
             with torch.no_grad():
                 held.copy_(moved)
@@ -339,7 +351,42 @@ class Placement:
         part = moved.untyped_storage().nbytes() > moved.nbytes  # would keep the whole alive
         if borrowed or part or not moved.is_contiguous():
             moved = moved.clone(memory_format=torch.contiguous_format)
-        value = moved
-        if isinstance(held, nn.Parameter):
-            value = nn.Parameter(value, requires_grad=held.requires_grad)
-        setattr(module, key, value)
+        made = _replace(module, key, moved)
+        self._filled[held] = self._filled[made] = name, made
+
+
+def _replace(module: nn.Module, key: str, value: Tensor) -> Tensor:
+    """Put a tensor into the place of another one, as a Parameter if that is one."""
+    held = getattr(module, key)
+    if isinstance(held, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=held.requires_grad)
+    setattr(module, key, value)
+    return value
+
+
+def _check_tied(first: str, second: str, held: Tensor, value: Tensor) -> None:
+    """Refuse two tensors that differ for one that a model has under two names."""
+    if not _same_bytes(held, value.to(held.dtype)):
+        raise CheckpointError(
+            f"{first} and {second} differ, and the model ties them: they are one tensor.",
+            "What is loaded under either name is the same.",
+            "Untie them in the model, or drop the one that does not count.",
+        )
+
+
+def _check_cast(name: str, value: Tensor, dtype: torch.dtype) -> None:
+    """Refuse numbers that a tensor of integers, or of real numbers, would cut."""
+    if not torch.can_cast(value.dtype, dtype):
+        if value.is_complex() or not _same_bytes(value.to(dtype).to(value.dtype), value):
+            raise CheckpointError(
+                f"{name} has numbers of {value.dtype} that {dtype} cannot hold.",
+                f"It is {dtype} in the model.",
+                f"Build the model with a tensor of {value.dtype}.",
+            )
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Compare bits, as NaN is not equal to NaN."""
+    return a.shape == b.shape and torch.equal(
+        *(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    )
