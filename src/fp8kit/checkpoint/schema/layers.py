@@ -115,7 +115,8 @@ def accepted_shapes(shape: Shape, group: GroupShape, numbers: Numbers) -> tuple[
     if group == TENSOR:
         one: tuple[Shape, ...] = ((1,), (), (1, 1))
         e = tuple(stack)
-        return (*one, e, (*e, 1), (*e, 2), (*e, 1, 1)) if stack else one
+        halves = ((*e, 2),) if rows % 2 == 0 else ()
+        return (*one, e, (*e, 1), *halves, (*e, 1, 1)) if stack else one
     if group == ROW:
         return (*stack, rows, 1), (*stack, rows), (*stack, 1, rows)
     wanted = scale_shape(shape, group)
