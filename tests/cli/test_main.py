@@ -581,6 +581,7 @@ def test_a_path_that_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
         "~/models/x": f"pass {Path('~/models/x').expanduser()}",
         "nano/model": "Check the path",
         "a\udcff": "is not UTF-8",
+        "n" * 300: "is too long",
     }
     for source, said in expected.items():
         for command in (
@@ -602,6 +603,16 @@ def test_a_destination_that_leads_to_itself(tmp_path: Path) -> None:
             said = failure(run(*command, destination, "--overwrite"))
             assert f"{tmp_path / 'a'} is a link that leads to itself" in said
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("length", [242, 255, 256])
+def test_a_destination_with_too_long_a_name(length: int, tmp_path: Path) -> None:
+    coded = GOLDEN / "compressed-tensors-dynamic"
+    for command in (("quantize", NANO), ("convert-checkpoint", coded)):
+        said = failure(run(*command, tmp_path / ("n" * length)))
+        assert "is too long" in said
+        assert "Choose a shorter one" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 HUB = "https://huggingface.co/meta-llama/Llama-3.1-8B"

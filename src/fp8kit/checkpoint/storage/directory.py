@@ -65,6 +65,8 @@ def check_destination(destination: Path, source: Path | None, overwrite: bool) -
     or a file that the source links to, lies inside the source, or is not empty and not replaceable.
     """
     check_name(destination)
+    if destination.name:
+        check_name(destination.with_name(f".{destination.name}.00000000.tmp"))
     where = ""
     if source is not None and any(destination in (p, *p.parents) for p in _places(source)):
         where = "is or holds"
