@@ -114,6 +114,8 @@ def test_quantize_takes_a_size_of_files(text: str, count: int, tmp_path: Path) -
         (("--max-shard-size", "5 apples"), "is no size; write it like 5GB"),
         (("--max-shard-size", "0"), "is no size"),
         (("--max-shard-size", "1.2.3GB"), "is no size"),
+        (("--max-shard-size", "0.1"), "is no size"),
+        (("--max-shard-size", "9" * 400), "is no size"),
         (("--dtype", "int8"), "bfloat16"),
         (("--workers", "0"), "0 is not in the range"),
         (("--device", "cpu", "--device", "tpu"), "Got --device tpu. It is one that"),
