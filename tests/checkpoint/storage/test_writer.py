@@ -375,7 +375,7 @@ def test_no_room(tmp_path: Path, disk: Disk) -> None:
 @pytest.mark.parametrize("name", ["a\nb", "a\ud800", "a"])
 def test_what_no_file_can_hold_is_refused_first(tmp_path: Path, name: str) -> None:
     dtype = torch.complex128 if name == "a" else torch.float32
-    with pytest.raises(CheckpointError, match="Files hold .*persistent=False") as error:
+    with pytest.raises(CheckpointError, match=r"Files hold .*persistent=False") as error:
         write(tmp_path / "c", {name: torch.ones(1, dtype=dtype)}, config={})
     assert str(error.value).startswith(f"The tensor {name!a} is {dtype}.")
     assert list(tmp_path.iterdir()) == []

@@ -335,7 +335,8 @@ class Placement:
     def _set(
         self, module: nn.Module, key: str, value: Tensor, name: str, fresh: bool = False
     ) -> None:
-        held: Tensor = nn.Module.__getattr__(module, key)  # a guard would have another identity
+        # past the guard, which is made anew for each reader
+        held = cast(Tensor, nn.Module.__getattr__(module, key))
         moved = value.to(self._place(held))
         other, first = self._filled.get(held, ("", held))
         if other:
