@@ -66,8 +66,12 @@ def check_dtype(dtype: object) -> None:
 
 def check_missing(missing: object, no_model: bool) -> None:
     """Refuse what is no list of patterns, or one without a model whose values they keep."""
-    listed = isinstance(missing, Sequence) and not isinstance(missing, str)
-    if not listed or not all(isinstance(p, str) for p in missing) or (missing and no_model):
+    if (
+        not isinstance(missing, Sequence)
+        or isinstance(missing, str)
+        or not all(isinstance(pattern, str) for pattern in missing)
+        or (missing and no_model)
+    ):
         raise InvalidValue(
             f"Got missing={missing!r:.80}{' and no model' if no_model else ''}.",
             "It lists patterns of layers that keep the values they have in a model.",

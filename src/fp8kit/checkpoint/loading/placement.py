@@ -322,7 +322,7 @@ class Placement:
         if held.is_meta or (self._device is not None and held.device != self._device):
             place = self._place(held)
             dtype = value.dtype if held.is_meta else held.dtype
-            _replace(module, key, torch.empty(shape, dtype=dtype, device=place))
+            _substitute(module, key, torch.empty(shape, dtype=dtype, device=place))
         view = getattr(module, key).detach()
         view = view if route.expert is None else view[route.expert]
         partial.fill(view, route, value, self._kept)
@@ -352,11 +352,11 @@ class Placement:
         part = moved.untyped_storage().nbytes() > moved.nbytes  # would keep the whole alive
         if borrowed or part or not moved.is_contiguous():
             moved = moved.clone(memory_format=torch.contiguous_format)
-        made = _replace(module, key, moved)
+        made = _substitute(module, key, moved)
         self._filled[held] = self._filled[made] = name, made
 
 
-def _replace(module: nn.Module, key: str, value: Tensor) -> Tensor:
+def _substitute(module: nn.Module, key: str, value: Tensor) -> Tensor:
     """Put a tensor into the place of another one, as a Parameter if that is one."""
     held = getattr(module, key)
     if isinstance(held, nn.Parameter):
