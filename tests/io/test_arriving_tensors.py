@@ -292,6 +292,18 @@ def test_numbers_that_a_tensor_cannot_hold(device: str) -> None:
             load_weights(model(dtype), {"steps": torch.tensor([1.0, value])})
 
 
+@pytest.mark.parametrize("name", ["attn.o_proj.weight", "norm.weight"])
+def test_what_has_no_values_or_no_codes(name: str) -> None:
+    model = on_meta(False)
+    load_weights(model, weights(), scheme="FP8_DYNAMIC")
+    with pytest.raises(CheckpointError, match=f"{name} is on the meta device"):
+        load_weights(model, {name: weights()[name].to("meta")})
+    if name == "attn.o_proj.weight":
+        for dtype in (torch.float64, torch.uint8):
+            with pytest.raises(ConversionError, match=f"{name} is {dtype}. FP8 is made from bf16"):
+                load_weights(model, {name: weights()[name].to(dtype)})
+
+
 def test_buckets() -> None:
     model, items = on_meta(True), shuffled(weights(), 5)
     first = load_weights(model, items[:9], scheme="FP8_DYNAMIC", partial=True)

@@ -97,6 +97,12 @@ class Placement:
                 "One load brings each tensor once.",
                 "Drop one of the two; another load may bring it again.",
             )
+        if tensor.is_meta:
+            raise CheckpointError(
+                f"{name} is on the meta device.",
+                "What is loaded has values.",
+                "Bring the tensor itself, from where it is in memory.",
+            )
         tensor = tensor.detach()
         layer, kind = self._roles.get(name) or name.rpartition(".")[::2]
         route = self._route(layer, "weight") if kind == _EXPONENTS else None
