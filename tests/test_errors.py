@@ -131,6 +131,8 @@ CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
          "Got an empty path as a checkpoint. ... the path of ... or '.' for"),
         (lambda: fp8kit.quantize_checkpoint(".", ""),
          "Got an empty path as the destination. ... the path of ... or '.' for"),
+        (lambda: fp8kit.load("a\0b"),
+         r"Got 'a\x00b' as a checkpoint. ... no null character. ... Look at what made it"),
         (lambda: setattr(converted()[0], "scheme", "FP8_BLOCK"),
          "Got scheme FP8_BLOCK for a layer that holds codes and scales of FP8_DYNAMIC. ... "
          "quantizes nothing ... Fp8Linear.from_linear(layer.to_linear(), scheme)"),

@@ -66,6 +66,12 @@ def as_path(value: object, what: str) -> Path:
             "Pass it, such as 'model-fp8', or '.' for the working directory.",
         )
     if isinstance(value, (str, os.PathLike)):
+        if "\0" in str(value):
+            raise InvalidValue(
+                f"Got {value!r:.80} as {what}.",
+                "A path has no null character.",
+                "Look at what made it: bytes that were read as a name, for example.",
+            )
         return Path(value)
     raise InvalidType(
         f"Got {value!r:.80} as {what}.",

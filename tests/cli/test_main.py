@@ -114,6 +114,8 @@ def test_quantize_takes_a_size_of_files(text: str, count: int, tmp_path: Path) -
         (("--max-shard-size", "5 apples"), "is no size; write it like 5GB"),
         (("--max-shard-size", "0"), "is no size"),
         (("--max-shard-size", "1.2.3GB"), "is no size"),
+        (("--max-shard-size", "0.1"), "is no size"),
+        (("--max-shard-size", "9" * 400), "is no size"),
         (("--dtype", "int8"), "bfloat16"),
         (("--workers", "0"), "0 is not in the range"),
         (("--device", "cpu", "--device", "tpu"), "Got --device tpu. It is one that"),
@@ -581,6 +583,7 @@ def test_a_path_that_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
         "~/models/x": f"pass {Path('~/models/x').expanduser()}",
         "nano/model": "Check the path",
         "a\udcff": "is not UTF-8",
+        "n" * 300: "is too long",
     }
     for source, said in expected.items():
         for command in (
@@ -602,6 +605,16 @@ def test_a_destination_that_leads_to_itself(tmp_path: Path) -> None:
             said = failure(run(*command, destination, "--overwrite"))
             assert f"{tmp_path / 'a'} is a link that leads to itself" in said
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("length", [242, 255, 256])
+def test_a_destination_with_too_long_a_name(length: int, tmp_path: Path) -> None:
+    coded = GOLDEN / "compressed-tensors-dynamic"
+    for command in (("quantize", NANO), ("convert-checkpoint", coded)):
+        said = failure(run(*command, tmp_path / ("n" * length)))
+        assert "is too long" in said
+        assert "Choose a shorter one" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 HUB = "https://huggingface.co/meta-llama/Llama-3.1-8B"

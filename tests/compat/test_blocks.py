@@ -46,6 +46,9 @@ def test_per_token_group_quant_divides_by_the_scale_of_each_group(x: Tensor, siz
     assert_bits_equal(stacked.view(M, K), codes)
     assert torch.equal(of_stack.view(M, -1), scale)
 
+    none, of_none = compat.per_token_group_quant_fp8(x[:0], size)
+    assert (none.shape, of_none.shape) == ((0, K), (0, scale.shape[1]))
+
     out = torch.empty(M, K, dtype=FP8)
     found, columns = compat.per_token_group_quant_fp8(
         x, size, column_major_scales=True, tma_aligned_scales=True, out_q=out

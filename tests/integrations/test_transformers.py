@@ -434,6 +434,8 @@ def test_another_head_goes_on_a_saved_model(
     before = model.score.weight.clone()
     with pytest.raises(CheckpointError, match=r"(?s)score\.weight: not on.*missing=\['score'\]"):
         load(nano, model)
+    with pytest.raises(CheckpointError, match="missing: 'scores' matches no layer of the model"):
+        load(nano, model, missing=["score", "scores"])
     assert load(nano, model, missing=["score"]) is model
     assert_bits_equal(model.score.weight, before)
     assert isinstance(model.model.layers[0].mlp.up_proj, Fp8Linear)

@@ -35,6 +35,22 @@ def test_a_dtype_that_is_no_high_precision_is_refused(tmp_path: Path, dtype: Any
         fp8kit.load(tmp_path / "nowhere", dtype=dtype)
 
 
+@pytest.mark.parametrize("missing", ["a", 5, [5], None, {"a": 1}, lambda name: True, ["re:("]])
+def test_missing_is_a_list_of_patterns(tmp_path: Path, missing: Any) -> None:
+    with pytest.raises(ValueError, match=r"Got missing=|The missing pattern 're:\(' is not a reg"):
+        fp8kit.load(tmp_path / "nowhere", nn.Sequential(nn.Linear(128, 128)), missing=missing)
+
+
+@pytest.mark.parametrize(
+    "widths",
+    ["a", 5, ["a"], {5: (1,)}, {"a": 5}, {"a": None}, {"a": "bc"}, {"a": (1.0,)}, {"re:(": (1,)}],
+)
+def test_widths_are_rows_by_patterns(tmp_path: Path, widths: Any) -> None:
+    message = r"Got widths=.*Pass \{'\*.in_proj|The widths pattern 're:\(' is not a regular"
+    with pytest.raises((TypeError, ValueError), match=message):
+        fp8kit.load(tmp_path / "nowhere", widths=widths)
+
+
 @pytest.mark.parametrize("devices", ["cpu", torch.device("cpu"), [], True, [ABSENT]])
 def test_devices_of_workers_are_a_list(tmp_path: Path, devices: Any) -> None:
     with pytest.raises((InvalidType, InvalidValue), match=r"Got (no )?device"):

@@ -205,6 +205,40 @@ def test_codes_of_siblings_join(scheme: str) -> None:
             assert_bits_equal(model.state_dict()[f"{target}_proj.{kind}"], torch.cat(parts))
 
 
+@pytest.mark.parametrize("order", [*itertools.permutations("qkv")])
+def test_keys_and_values_of_different_rows(order: tuple[str, ...]) -> None:
+    rows = {"q": 256, "k": 64, "v": 128}
+    parts = {name: torch.randn(n, K) for name, n in rows.items()}
+    parts |= {f"{name}.bias": torch.randn(n) for name, n in rows.items()}
+
+    def one_buffer() -> Iterator[tuple[str, Tensor]]:
+        buffer = torch.empty(256 * K)
+        for name in order:
+            for key, kind in ((name, "weight"), (f"{name}.bias", "bias")):
+                held = buffer[: parts[key].numel()].view_as(parts[key])
+                yield f"attn.{name}_proj.{kind}", held.copy_(parts[key])
+
+    whole = {kind: torch.cat([parts[name + kind] for name in rows]) for kind in ("", ".bias")}
+    for scheme in (None, "FP8_DYNAMIC"):
+        model = nn.Module()
+        model.attn = nn.Module()
+        model.attn.qkv_proj = nn.Linear(K, sum(rows.values()))
+        load_weights(model, one_buffer(), scheme=scheme)
+        assert_bits_equal(model.attn.qkv_proj.bias, whole[".bias"])
+        if scheme is None:
+            assert_bits_equal(model.attn.qkv_proj.weight, whole[""])
+        else:
+            q = fp8kit.quantize(whole[""], fp8kit.ROW, role="weight")
+            assert_bits_equal(model.attn.qkv_proj.weight, q.data)
+
+
+def test_parts_with_more_rows_than_their_layer() -> None:
+    tensors = weights() | {"attn.k_proj.bias": torch.zeros(Q), "attn.v_proj.bias": torch.zeros(Q)}
+    for seed in range(4):
+        with pytest.raises(CheckpointError, match=r"The model needs \[512\]"):
+            load_weights(on_meta(True), shuffled(tensors, seed), scheme="FP8_DYNAMIC")
+
+
 def test_a_joined_checkpoint_into_separate_layers() -> None:
     whole = joined_weights(weights()) | stacks(weights())
     model = on_meta(False)
@@ -218,6 +252,56 @@ def test_a_joined_checkpoint_into_separate_layers() -> None:
     assert_state(again, model.state_dict())
     for tensor in again.state_dict().values():  # rows of another tensor would keep all of it alive
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("shared", [True, False], ids=["module", "tensor"])
+def test_what_the_model_ties_must_not_differ(shared: bool, device: str) -> None:
+    def model() -> nn.Module:
+        with torch.device(device):
+            found = nn.Sequential(*(nn.Linear(256, 256, False) for _ in range(3)))
+        if shared:
+            found[2] = found[0]
+        found[2].weight = found[0].weight
+        return found
+
+    one, other = torch.randn(256, 256), torch.randn(256, 256)
+    one[:, 0], other[:, 0] = 9, 9  # and so scales are the same
+    one[0, 1] = -0.0
+    tensors = {"0.weight": one, "1.weight": one, "2.weight": one.clone()}
+    tied, scheme = model(), "FP8_DYNAMIC" if shared else None
+    load_weights(tied, tensors, scheme=scheme)
+    assert isinstance(tied[0], Fp8Linear) == shared
+    assert tied[0]._parameters["weight"] is tied[2]._parameters["weight"]
+    with pytest.raises(CheckpointError, match=r"0\.weight and 2\.weight differ, and the"):
+        load_weights(model(), tensors | {"2.weight": other}, scheme=scheme)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_numbers_that_a_tensor_cannot_hold(device: str) -> None:
+    def model(dtype: torch.dtype) -> nn.Module:
+        found = nn.Module()
+        found.register_buffer("steps", torch.zeros(2, dtype=dtype))
+        return found.to(device)
+
+    counted = model(torch.int64)
+    load_weights(counted, {"steps": torch.tensor([1.0, 2.0])})
+    assert counted.steps.tolist() == [1, 2]
+    for dtype, value in ((torch.int64, 1.5), (torch.int64, float("nan")), (torch.float32, 1j)):
+        with pytest.raises(CheckpointError, match=f"steps has numbers of .* that {dtype} cannot"):
+            load_weights(model(dtype), {"steps": torch.tensor([1.0, value])})
+
+
+@pytest.mark.parametrize("name", ["attn.o_proj.weight", "norm.weight"])
+def test_what_has_no_values_or_no_codes(name: str) -> None:
+    model = on_meta(False)
+    load_weights(model, weights(), scheme="FP8_DYNAMIC")
+    with pytest.raises(CheckpointError, match=f"{name} is on the meta device"):
+        load_weights(model, {name: weights()[name].to("meta")})
+    if name == "attn.o_proj.weight":
+        for dtype in (torch.float64, torch.uint8):
+            with pytest.raises(ConversionError, match=f"{name} is {dtype}. FP8 is made from bf16"):
+                load_weights(model, {name: weights()[name].to(dtype)})
 
 
 def test_buckets() -> None:

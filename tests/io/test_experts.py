@@ -97,6 +97,30 @@ def test_experts_come_back_bit_for_bit(scheme: str, tmp_path: Path) -> None:
     assert_same(model, online)
 
 
+@pytest.mark.parametrize("kept", ["down_proj", "up_proj"])
+def test_an_expert_that_a_checkpoint_keeps_dense_is_not_quantized(
+    kept: str, tmp_path: Path
+) -> None:
+    model, source = dense(), dense()
+    fp8kit.convert(model)
+    fp8kit.save(model, tmp_path / "c")
+    tensors, name = load_file(tmp_path / "c" / SHARD), f"experts.3.{kept}"
+    weight = source.experts.down_proj[3] if kept == "down_proj" else source.experts.gate_up_proj[3]
+    tensors[f"{name}.weight"] = weight = weight[-tensors[f"{name}.weight"].shape[0] :].detach()
+    del tensors[f"{name}.weight_scale"]
+    save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "c" / SHARD)
+    again = dense()
+    with pytest.warns(UserWarning, match="holds 11 FP8 layers .* they were decoded to high"):
+        fp8kit.load(tmp_path / "c", again)
+    assert type(again.experts) is MixtralExperts
+    stack = again.experts.down_proj if kept == "down_proj" else again.experts.gate_up_proj
+    assert_bits_equal(stack[3, -len(weight) :], weight)
+    q = model.experts.stored("down_proj")
+    assert_bits_equal(again.experts.down_proj[0], fp8kit.dequantize(q).bfloat16()[0])
+    if kept == "down_proj":  # half a matrix has no place in FP8 experts
+        fp8kit.load(tmp_path / "c", model)
+
+
 def test_static_experts_of_one_scale_each_are_saved_with_it(tmp_path: Path) -> None:
     tensors, weights = {}, one_by_one(dense().state_dict())
     for name, weight in weights.items():

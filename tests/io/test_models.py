@@ -161,6 +161,19 @@ def test_dtype_and_training_are_kept(tmp_path: Path) -> None:
     assert model.up.training
 
 
+def test_a_parameter_named_like_a_scale_has_the_asked_dtype(tmp_path: Path) -> None:
+    source = Ragged().requires_grad_(False)
+    source.logit_scale = nn.Parameter(torch.tensor(2.5))
+    fp8kit.convert(source, exclude=[])
+    fp8kit.save(source, tmp_path / "c")
+    with torch.device("meta"):
+        model = Ragged()
+        model.logit_scale = nn.Parameter(torch.empty(()))
+    load(tmp_path / "c", model, dtype=torch.bfloat16)
+    assert model.logit_scale.dtype == model.up.bias.dtype == torch.bfloat16
+    assert model.up.weight_scale.dtype == torch.float32
+
+
 @pytest.mark.parametrize("scheme", [None, "FP8_DYNAMIC"], ids=["fp8", "dense"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_biases_stay_trained_or_frozen(scheme: str | None, device: str, tmp_path: Path) -> None:

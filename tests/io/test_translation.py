@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,30 @@ def test_stacks_of_experts_become_matrices(tmp_path: Path, scale: Tensor) -> Non
         assert stored[f"{EXPERTS}.{expert}.up_proj.weight_scale"].shape == ()
     assert len(after) == 6
     assert quantization(tmp_path / "d")["ignored_layers"] == ["lm_head", "model.layers.0.mlp.gate"]
+
+
+@pytest.mark.parametrize(("name", "rows"), [("wi", 32), ("down_proj", 32), ("gate_up_proj", 31)])
+def test_no_scale_and_no_row_of_a_stack_is_lost(name: str, rows: int, tmp_path: Path) -> None:
+    tensors = {
+        f"{EXPERTS}.{name}": fp8(codes(2, rows, 128)),
+        f"{EXPERTS}.{name}_scale": scales(2) if rows % 2 else scales(2, 2),
+    }
+    source = make(tmp_path / "s", tensors, FP8)
+    with (
+        pytest.warns(UserWarning, match="have names that no engine")
+        if name != "down_proj"
+        else nullcontext()
+    ):
+        convert_checkpoint(source, tmp_path / "d")
+    before, after = values(source)[f"{EXPERTS}.{name}"], values(tmp_path / "d")
+    for expert, wanted in enumerate(before):
+        assert_bits_equal(after[f"{EXPERTS}.{expert}.{name}"], wanted)
+    if rows % 2 == 0:
+        with pytest.raises(CheckpointError, match="Got scheme FP8_DYNAMIC to write as autofp8"):
+            convert_checkpoint(source, tmp_path / "e", dialect="autofp8")
+        odd = tensors | {f"{EXPERTS}.{name}": fp8(codes(2, rows + 1, 128))}
+        with pytest.raises(CheckpointError, match=r"is torch.float32 of shape \[2, 2\]"):
+            convert_checkpoint(make(tmp_path / "o", odd, FP8), tmp_path / "e")
 
 
 def test_one_scale_becomes_rows_where_engines_need_them(tmp_path: Path) -> None:

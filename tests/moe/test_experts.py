@@ -295,6 +295,7 @@ def wrong_arguments() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
         "ids": ({"ids": tensor(6, 3)}, TypeError, "Ids are int32 or int64"),
         "weights": ({"weights": tensor(6, 2)}, ValueError, "Both have the shape"),
         "map": ({"expert_map": tensor(4)}, ValueError, "It is int32 or int64"),
+        "list": ({"expert_map": [0, 1]}, TypeError, "Got an expert_map of type list"),
         "activation": ({"activation": "silu"}, TypeError, "moe.Activation"),
         "bias": ({"bias13": tensor(4, 128)}, ValueError, r"needs \(4, 256\)"),
         "scale": ({"input_scale2": tensor(1, 1)}, ValueError, "positive and finite"),
@@ -411,6 +412,9 @@ def test_grouped_products_refuse_what_does_not_fit() -> None:
             fp8kit.grouped_scaled_mm(x_q, layer.w13, torch.tensor(offsets))
     with pytest.raises(TypeError, match="offsets of type list"):
         fp8kit.grouped_scaled_mm(x_q, layer.w13, [0, 3, 4, 8])  # type: ignore[arg-type]
+    rest: Any = (x_q, layer.w13, torch.tensor([0, 3, 4, 8]))
+    with pytest.raises(TypeError, match="Got bias of type list"):
+        fp8kit.grouped_scaled_mm(*rest, [1.0])
 
 
 def test_stacks_of_any_group_have_one_rule() -> None:

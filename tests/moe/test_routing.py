@@ -132,7 +132,7 @@ def test_the_router_gets_gradients() -> None:
         ({"groups": 4.0, "top_groups": 1}, "divide the experts evenly"),
         ({"groups": 4}, "come together"),
         ({"groups": 4, "top_groups": 1, "top_k": 3}, "from these groups, which hold 2"),
-        ({"correction_bias": torch.zeros(3)}, "one number for each of 8"),
+        ({"correction_bias": torch.zeros(3)}, r"needs \(8,\) on its device"),
         ({"custom": lambda *_: None, "scoring": "sigmoid"}, "scores and chooses itself"),
     ],
 )
@@ -146,6 +146,11 @@ def test_tokens_are_counted() -> None:
     expected = [(ids == i).sum().item() for i in range(8)]
     assert moe.tokens_per_expert(ids, 8).tolist() == expected
     assert moe.tokens_per_expert(ids[:0], 8).tolist() == [0] * 8
+
+
+def test_a_correction_bias_is_a_tensor() -> None:
+    with pytest.raises(TypeError, match="Got correction_bias of type list"):
+        moe.route(torch.randn(3, 8), 2, correction_bias=[0.0] * 8)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("top_k", ["2", 2.0, None])

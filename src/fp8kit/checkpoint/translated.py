@@ -85,12 +85,14 @@ def matrices_of(checkpoint: Checkpoint) -> Iterator[TranslatedMatrix]:
             yield TranslatedMatrix(layer.name, layer.scheme, layer, 0, layer.shape[-2])
             continue
         parent, _, last = layer.name.rpartition(".")
-        parts = _HALVES.get(last, (last,))
-        rows = layer.shape[1] // len(parts)
+        parts = (last,) if layer.shape[1] % 2 else _HALVES.get(last, (last,))
+        rows, scheme = layer.shape[1] // len(parts), layer.scheme
+        if checkpoint.tensors[layer.scale].shape == (layer.shape[0], 2) and len(parts) == 1:
+            scheme = joined_scheme(scheme)  # halves that have no names of their own
         for expert in range(layer.shape[0]):
             for i, part in enumerate(parts):
                 name = engine_name(named(parent, f"{expert}.{part}"), model_type)
-                yield TranslatedMatrix(name, layer.scheme, layer, i * rows, (i + 1) * rows, expert)
+                yield TranslatedMatrix(name, scheme, layer, i * rows, (i + 1) * rows, expert)
 
 
 def check_target(job: Translation, target: str, dense: list[str], unfit: str) -> None:

@@ -34,12 +34,14 @@ def byte_count(_: click.Context, __: click.Parameter, text: str) -> int:
     """Read a size such as ``5GB``, in powers of a thousand."""
     match = re.fullmatch(r"([0-9.]+) *([KMGT]?)B?", text.strip(), re.IGNORECASE)
     try:
-        number = float(match[1]) if match else 0
-    except ValueError:
-        number = 0
-    if match is None or number <= 0:
+        count = (
+            int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")) if match else 0
+        )
+    except (ValueError, OverflowError):
+        count = 0
+    if count < 1:
         raise click.BadParameter(f"{text!r} is no size; write it like 5GB or 500MB.")
-    return int(number * 1000 ** " KMGT".index(match[2].upper() or " "))
+    return count
 
 
 def row_counts(_: click.Context, __: click.Parameter, text: str | None) -> list[int] | None:

@@ -222,4 +222,4 @@ def _quantized(
     rows = padded.reshape(-1, group.cols)
     codes, scale = operators.QUANTIZE(rows, (ROW.rows, ROW.cols), *options, "row")
     codes = codes.view(padded.shape)[..., : x.shape[-1]].contiguous()
-    return codes, laid_out(scale.view(*x.shape[:-1], -1), layout)
+    return codes, laid_out(scale.view(*x.shape[:-1], padded.shape[-1] // group.cols), layout)

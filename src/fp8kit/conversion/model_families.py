@@ -16,8 +16,7 @@ SIBLINGS = (_QKV, _TO_QKV, _ADDED_QKV, GATE_UP, _W1_W3)
 # the same in cross attention, where queries read another tensor than keys and values
 CROSS_SIBLINGS = (_QKV[1:], _TO_QKV[1:], _ADDED_QKV[1:])
 
-# a joined layer, and the layers it is made of in the order of its rows; of three, the last two
-# have equally many rows (keys and values)
+# a joined layer, and the layers it is made of in the order of its rows
 JOINED: dict[str, tuple[tuple[str, ...], ...]] = {
     "qkv_proj": (_QKV,),
     "to_qkv": (_TO_QKV,),

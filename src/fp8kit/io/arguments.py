@@ -1,11 +1,12 @@
-"""Arguments of loads, checked before a file is opened: the device, and the high precision."""
+"""Arguments of loads, checked before a file is opened: devices, high precision, patterns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from fp8kit.conversion.patterns import check_expression
 from fp8kit.errors import InvalidType, InvalidValue
 
 
@@ -61,3 +62,34 @@ def check_dtype(dtype: object) -> None:
         "It is the high precision of the model: bfloat16, float16 or float32.",
         remedy,
     )
+
+
+def check_missing(missing: object, no_model: bool) -> None:
+    """Refuse what is no list of patterns, or one without a model whose values they keep."""
+    if (
+        not isinstance(missing, Sequence)
+        or isinstance(missing, str)
+        or not all(isinstance(pattern, str) for pattern in missing)
+        or (missing and no_model)
+    ):
+        raise InvalidValue(
+            f"Got missing={missing!r:.80}{' and no model' if no_model else ''}.",
+            "It lists patterns of layers that keep the values they have in a model.",
+            "Build the model, and pass it: fp8kit.load(dir, model, missing=['score']).",
+        )
+    for pattern in missing:
+        check_expression("missing", pattern)
+
+
+def check_widths(widths: object) -> None:
+    """Refuse what gives no rows of parts for patterns of names; ``None`` gives none."""
+    pairs = widths.items() if isinstance(widths, Mapping) else [(widths, ())] if widths else ()
+    for pattern, rows in pairs:
+        whole = isinstance(rows, Sequence) and all(isinstance(n, int) for n in rows)
+        if not isinstance(widths, Mapping) or not isinstance(pattern, str) or not whole:
+            raise InvalidType(
+                f"Got widths={widths!r:.80}.",
+                "They are the rows of the parts of fused layers, by patterns of their names.",
+                "Pass {'*.in_proj': (256, 256, 64)}, for example.",
+            )
+        check_expression("widths", pattern)

@@ -24,7 +24,7 @@ from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, as_path, teach
 from fp8kit.formats import MX_FORMS, SCHEMES, Scheme
-from fp8kit.io.arguments import as_device, check_dtype
+from fp8kit.io.arguments import as_device, check_dtype, check_missing, check_widths
 from fp8kit.modules.libraries import bare, is_transformers
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.mx_forms import named_form
@@ -172,9 +172,10 @@ def load(
     check_dtype(dtype)
     where = as_device(device)
     wanted = None if scheme is None else Scheme.of(scheme).stored
+    check_widths(widths)
+    check_missing(missing, model is None)
     checkpoint = open_checkpoint(source, widths, wanted)
     _check_request(checkpoint, model, scheme, include, exclude)
-    _check_missing(missing, model)
     form = None if scheme is None else named_form(Scheme.of(scheme), bool(checkpoint.spec))
     options: dict[str, Any] = {"device": where, "dtype": dtype, "strict": strict, "form": form}
     if model is None:
@@ -285,15 +286,6 @@ def _preset(scheme: Scheme | str | None) -> str:
             "Load the model in high precision, then fp8kit.convert(model, scheme).",
         )
     return found.name
-
-
-def _check_missing(missing: Sequence[str], model: nn.Module | None) -> None:
-    if missing and (model is None or isinstance(missing, str)):
-        raise InvalidValue(
-            f"Got missing={missing!r}{' and no model' if model is None else ''}.",
-            "It lists patterns of layers that keep the values they have in a model.",
-            "Build the model, and pass it: fp8kit.load(dir, model, missing=['score']).",
-        )
 
 
 def _check_request(

@@ -69,6 +69,12 @@ def check_routes(x: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | N
     _check_device("weights", weights, x)
     if expert_map is None:
         return
+    if not isinstance(expert_map, Tensor):
+        raise InvalidType(
+            f"Got an expert_map of type {type(expert_map).__name__}.",
+            "It is a tensor beside x.",
+            "Pass torch.tensor(expert_map, device=x.device).",
+        )
     if expert_map.dtype not in _INTEGERS or expert_map.dim() not in (1, 2):
         raise InvalidValue(
             f"Got an expert_map {expert_map.dtype} {tuple(expert_map.shape)}.",
@@ -136,12 +142,8 @@ def check_grouped(
         )
     _check_device("the weight", w, x)
     _check_device("offsets", offsets, x)
-    if bias is not None and (tuple(bias.shape) != tuple(w.shape[:2]) or bias.device != x.device):
-        raise InvalidValue(
-            f"Got a bias {tuple(bias.shape)} on {bias.device}.",
-            f"The weight {tuple(w.shape)} needs {tuple(w.shape[:2])} on {x.device}.",
-            "Pass one value per expert and output feature.",
-        )
+    if bias is not None:
+        validation.check_operand("bias", bias, (w.shape[0], w.shape[1]), x, None)
 
 
 def stacked_scale(q: QTensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.moe.choice import CHOOSE, SCORINGS, Formula, scores_of, weights_of
-from fp8kit.ops.validation import check_float
+from fp8kit.ops.validation import check_float, check_operand
 
 _BEST_OF_GROUP = 2
 _INTEGERS = (torch.int32, torch.int64)
@@ -163,19 +163,14 @@ def _check_counts(logits: Tensor, top_k: int) -> None:
 
 
 def _check_options(logits: Tensor, scoring: str, correction_bias: Tensor | None) -> None:
-    experts = logits.shape[1]
     if scoring not in SCORINGS:
         raise InvalidValue(
             f"Got scoring={scoring!r}.",
             "Scores are a 'softmax' over all experts or a 'sigmoid' of each.",
             "Pass one of these words, or a custom function.",
         )
-    if correction_bias is not None and tuple(correction_bias.shape) != (experts,):
-        raise InvalidValue(
-            f"Got a correction_bias of shape {tuple(correction_bias.shape)}.",
-            f"It has one number for each of {experts} experts.",
-            "Pass a vector.",
-        )
+    if correction_bias is not None:
+        check_operand("correction_bias", correction_bias, (logits.shape[1],), logits, None)
 
 
 def _check_groups(experts: int, top_k: int, groups: int | None, top_groups: int | None) -> None:

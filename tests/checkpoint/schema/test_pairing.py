@@ -306,6 +306,9 @@ def test_parts_of_a_fused_matrix() -> None:
     assert found.layers["a.qkv_proj"].widths == (128, 64, 64)
     assert found.layers["a.qkv_proj"].scheme == SCHEMES["FP8_DYNAMIC"]
     assert read(DYNAMIC, {"text_config": heads}, **scale).problems == []
+    assert read(DYNAMIC, {**heads, "head_dim": 32}, **scale).problems == []
+    narrow = {**heads, "head_dim": 16}  # and so the heads of values are of another size
+    assert "of shape [3]" in problem(read(DYNAMIC, narrow, **scale))
     assert "qkv_proj.weight_scale is torch.float32 of shape [3]" in problem(read(DYNAMIC, **scale))
     gate = {"a__gate_up_proj__weight": W, "a__gate_up_proj__weight_scale": (F32, (2,))}
     assert read(STATIC, **gate, a__gate_up_proj__input_scale=(F32, (2,))).problems == []

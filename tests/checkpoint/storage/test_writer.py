@@ -95,11 +95,13 @@ def test_strides_views_and_empty_tensors(tmp_path: Path) -> None:
         "empty": torch.empty(0, 3),
         "number": torch.tensor(7),
         "ünï.cødé": torch.ones(1),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "negative": torch.tensor([1 + 2j]).conj().imag,
     }
     write(tmp_path / "c", tensors, config={})
     found = read(tmp_path / "c")
     for name, tensor in tensors.items():
-        assert_bits_equal(found[name], tensor)
+        assert_bits_equal(found[name], tensor.resolve_conj().resolve_neg())
 
 
 @given(
@@ -370,8 +372,17 @@ def test_no_room(tmp_path: Path, disk: Disk) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("size", [0, -1])
-def test_shard_size_is_positive(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize("name", ["a\nb", "a\ud800", "a"])
+def test_what_no_file_can_hold_is_refused_first(tmp_path: Path, name: str) -> None:
+    dtype = torch.complex128 if name == "a" else torch.float32
+    with pytest.raises(CheckpointError, match=r"Files hold .*persistent=False") as error:
+        write(tmp_path / "c", {name: torch.ones(1, dtype=dtype)}, config={})
+    assert str(error.value).startswith(f"The tensor {name!a} is {dtype}.")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", [0, -1, float("nan")])
+def test_shard_size_is_positive(tmp_path: Path, size: float) -> None:
     with pytest.raises(ValueError, match=f"Got max_shard_bytes={size}"):
         write(tmp_path / "c", state(), max_shard_bytes=size)
 

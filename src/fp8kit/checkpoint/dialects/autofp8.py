@@ -23,6 +23,7 @@ def _parse(source: Source) -> Announcement:
 def _render(spec: Spec) -> JsonObject:
     scheme = spec.scheme
     fits = scheme.weight == TENSOR and (scheme.static or scheme.activation == ROW)
+    fits = fits and not scheme.ue8m0
     if spec.others or not fits or scheme.dtype != torch.float8_e4m3fn:
         raise base.refused(
             spec,

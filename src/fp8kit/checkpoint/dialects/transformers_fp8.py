@@ -69,7 +69,7 @@ def _render(spec: Spec) -> JsonObject:
     scheme = spec.scheme
     dynamic = scheme.activation is not None and not scheme.static
     block = scheme.weight == BLOCK and scheme.activation == GroupShape(1, 128)
-    tensor = scheme.weight == TENSOR and (dynamic or scheme.static)
+    tensor = scheme.weight == TENSOR and (dynamic or scheme.static) and not scheme.ue8m0
     if spec.others or not (block or tensor) or scheme.dtype != torch.float8_e4m3fn:
         raise base.refused(
             spec,

@@ -84,6 +84,9 @@ def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: 
         n for n in absent if not any(matches(p, n.rpartition(".")[0]) for p in layers.missing)
     ]
     problems += [f"{n}: not on disk" for n in absent]
+    names = {n.rpartition(".")[0] for n in wanted}
+    idle = (p for p in layers.missing if not any(matches(p, name) for name in names))
+    problems += [f"missing: {pattern!r} matches no layer of the model" for pattern in idle]
     if strict:
         unknown = (n for n in sorted(found.unused) if not has_home(model, checkpoint, n))
         problems += [f"{name}: not in the model" for name in unknown]

@@ -52,15 +52,20 @@ def experts_in_checkpoint(
         holder, _, stack = stack_of(name, shapes).rpartition(".")
         if holder in modules:
             parts[holder][stack].append(layer)
+    weights = {n.removesuffix(".weight") for n in checkpoint.tensors if n.endswith(".weight")}
+    dense = {stack_of(name, shapes) for name in weights - checkpoint.layers.keys()} - {""}
     found, tried = {}, dict[Any, Any]()
     for holder, stacks in parts.items():
-        held = recognize(modules[holder], tried)
+        module = modules[holder]
+        held = recognize(module, tried)
         if not isinstance(held, ExpertStacks) or not stacks.keys() >= set(held.names):
             continue
+        some = not dense.isdisjoint(named(holder, stack) for stack in held.names)
+        if some and not isinstance(module, ExpertTensors):
+            continue  # what the checkpoint keeps in high precision would be quantized
         scheme = scheme_of([layer for name in held.names for layer in stacks[name]], checkpoint)
         if scheme is None:
             continue
-        module = modules[holder]
         if not isinstance(module, ExpertTensors):
             found[holder] = Experts(held, scheme)
         else:

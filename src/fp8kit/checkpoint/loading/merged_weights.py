@@ -10,7 +10,17 @@ from torch import Tensor
 
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, ConversionError
-from fp8kit.formats import MX, ROW, SCHEMES, TENSOR, GroupShape, QTensor, Scheme, stack_scale_shape
+from fp8kit.formats import (
+    FLOATS,
+    MX,
+    ROW,
+    SCHEMES,
+    TENSOR,
+    GroupShape,
+    QTensor,
+    Scheme,
+    stack_scale_shape,
+)
 from fp8kit.modules.entries import quantize_weight
 from fp8kit.modules.weight_parts import join_scales, requantize
 
@@ -64,7 +74,13 @@ def is_finite(q: QTensor) -> bool:
 
 
 def quantized(dense: Tensor, scheme: Scheme, name: str) -> QTensor:
-    """Quantize a weight ``[N, K]``; raises ``ConversionError`` for NaN or infinities."""
+    """Quantize a weight ``[N, K]``; raises ``ConversionError`` for what has no FP8 codes."""
+    if dense.dtype not in FLOATS:
+        raise ConversionError(
+            f"{name} is {dense.dtype}.",
+            "FP8 is made from bf16, fp16 or fp32.",
+            "Cast it with .float(), or exclude this layer.",
+        )
     q = quantize_weight(dense, scheme)
     if not is_finite(q):
         raise not_finite([name])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,7 @@ class Partial:
 
     ``total`` counts the rows of one of its ``experts`` matrices, ``rows`` those of each part that
     has arrived, by expert and index. Rows of a weight to be quantized are gathered in ``dense``,
-    FP8 parts in ``codes`` by index.
+    FP8 parts in ``codes`` by index. A part ``between`` others waits for those on one side.
     """
 
     route: Route
@@ -27,6 +27,33 @@ class Partial:
     rows: dict[tuple[int, int], int] = field(default_factory=dict)
     dense: Tensor | None = None
     codes: dict[int, Fp8Weight] = field(default_factory=dict)
+    between: list[tuple[Route, Tensor]] = field(default_factory=list)
+
+    def fill(
+        self, whole: Tensor, route: Route, part: Tensor, kept: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Copy a part into its rows of a matrix; ``kept`` copies one whose place is not known."""
+        waiting, self.between = [*self.between, (route, part)], []
+        for source, rows in waiting:
+            first = self._first_row(source)
+            if first is None:
+                self.between.append((source, kept(rows)))
+            else:
+                whole[first : first + rows.shape[0]].copy_(rows)
+
+    def rows_of(self, expert: int) -> int:
+        """Count the rows of one matrix that have arrived."""
+        return sum(self.rows.get((expert, i), 0) for i in range(len(self.route.sources)))
+
+    def _first_row(self, route: Route) -> int | None:
+        """Return where a part begins; ``None`` as long as neither side of it is known."""
+        sizes = [self.rows.get((route.expert or 0, i)) for i in range(len(route.sources))]
+        before, rest = sizes[: route.index], sizes[route.index :]
+        if None not in before:
+            return sum(n for n in before if n is not None)
+        if None not in rest:
+            return self.total - sum(n for n in rest if n is not None)
+        return None
 
 
 class Partials:
@@ -46,6 +73,9 @@ class Partials:
         experts = 1 if route.expert is None else self._shapes[name][0]
         partial = self._held.setdefault(name, Partial(route, experts, matrix[0]))
         partial.rows[route.expert or 0, route.index] = part[0]
+        rows = partial.rows_of(route.expert or 0)
+        if rows > matrix[0]:
+            check_shape(", ".join(route.sources), (rows,), (matrix[0],))
         return partial
 
     def end(self, name: str) -> bool:
@@ -55,8 +85,8 @@ class Partials:
             return False
         del self._held[name]
         for expert in range(partial.experts):
-            rows = sum(count for (e, _), count in partial.rows.items() if e == expert)
-            check_shape(", ".join(partial.route.sources), (rows,), (partial.total,))
+            sources = ", ".join(partial.route.sources)
+            check_shape(sources, (partial.rows_of(expert),), (partial.total,))
         return True
 
     def absent(self) -> Iterator[tuple[str, str]]:

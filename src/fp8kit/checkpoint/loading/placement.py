@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8kit import functional
 from fp8kit.checkpoint.loading.expert_stacks import Arrivals
@@ -81,6 +82,8 @@ class Placement:
         self._arrived: set[str] = set()
         self._waiting: dict[str, dict[str, Tensor]] = {}
         self._partial = Partials(shapes)
+        # the name and the tensor that took the place of each one: tied tensors are one
+        self._filled: MutableMapping[Tensor, tuple[str, Tensor]] = WeakIdKeyDictionary()
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Take one tensor, on any device, by its name in the checkpoint.
@@ -93,6 +96,12 @@ class Placement:
                 f"{name} arrived twice.",
                 "One load brings each tensor once.",
                 "Drop one of the two; another load may bring it again.",
+            )
+        if tensor.is_meta:
+            raise CheckpointError(
+                f"{name} is on the meta device.",
+                "What is loaded has values.",
+                "Bring the tensor itself, from where it is in memory.",
             )
         tensor = tensor.detach()
         layer, kind = self._roles.get(name) or name.rpartition(".")[::2]
@@ -255,8 +264,7 @@ class Placement:
                 partial.dense = torch.empty(
                     shape, dtype=value.dtype, device=self._place(owner.weight)
                 )
-            first = route.first_row(value.shape[0], shape[0])
-            partial.dense[first : first + value.shape[0]].copy_(value)
+            partial.fill(partial.dense, route, value, self._kept)
         if self._partial.end(name):
             parts = [partial.codes[index] for index in sorted(partial.codes)]
             if parts and partial.dense is not None:
@@ -286,7 +294,7 @@ class Placement:
                 layer.original_weight.copy_(value)
             found = stored_tensors(q, layer.scheme, layer=name)
         for kind, tensor in found.items():
-            self._set(layer, kind, tensor, fresh=isinstance(value, Tensor))
+            self._set(layer, kind, tensor, named(name, kind), fresh=isinstance(value, Tensor))
             self.placed.add(named(name, kind))
 
     def _write(self, route: Route, kind: str, value: Tensor) -> None:
@@ -298,14 +306,15 @@ class Placement:
             module.set_extra_state(value)
             self.placed.add(name)
             return
-        if self._dtype is not None and value.is_floating_point() and not key.endswith("_scale"):
+        if self._dtype is not None and value.is_floating_point():
             value = value.to(self._dtype)
         held, shape = getattr(module, key), self.shapes[name]
+        _check_cast(name, value, held.dtype)
         if not self._owned and value.is_floating_point():
             value = value.to(held.dtype)
         if route.whole:
             check_shape(name, value.shape, shape)
-            self._set(module, key, value)
+            self._set(module, key, value, name)
             self.placed.add(name)
             return
         if getattr(module, "is_transposed", False):
@@ -315,24 +324,32 @@ class Placement:
                 "Bring the stacked tensor, or load the directory without model=.",
             )
         matrix = shape if route.expert is None else shape[1:]
-        self._partial.begin(route, name, value.shape, matrix)
+        partial = self._partial.begin(route, name, value.shape, matrix)
         if held.is_meta or (self._device is not None and held.device != self._device):
             place = self._place(held)
             dtype = value.dtype if held.is_meta else held.dtype
-            self._set(module, key, torch.empty(shape, dtype=dtype, device=place), fresh=True)
+            _substitute(module, key, torch.empty(shape, dtype=dtype, device=place))
         view = getattr(module, key).detach()
         view = view if route.expert is None else view[route.expert]
-        first = route.first_row(value.shape[0], matrix[0])
-        view[first : first + value.shape[0]].copy_(value)
+        partial.fill(view, route, value, self._kept)
         if self._partial.end(name):
             self.placed.add(name)
 
     def _place(self, held: Tensor) -> torch.device:
         return self._device or (torch.device("cpu") if held.is_meta else held.device)
 
-    def _set(self, module: nn.Module, key: str, value: Tensor, fresh: bool = False) -> None:
-        held = getattr(module, key)
+    def _set(
+        self, module: nn.Module, key: str, value: Tensor, name: str, fresh: bool = False
+    ) -> None:
+        # past the guard, which is made anew for each reader
+        held = cast(Tensor, nn.Module.__getattr__(module, key))
         moved = value.to(self._place(held))
+        other, first = self._filled.get(held, ("", held))
+        if other:
+            _check_tied(other, name, first.detach(), moved)
+            setattr(module, key, first)
+            return
+        self._filled[held] = name, held
         if not held.is_meta and held.device == moved.device:
             with torch.no_grad():
                 held.copy_(moved)
@@ -341,7 +358,42 @@ class Placement:
         part = moved.untyped_storage().nbytes() > moved.nbytes  # would keep the whole alive
         if borrowed or part or not moved.is_contiguous():
             moved = moved.clone(memory_format=torch.contiguous_format)
-        value = moved
-        if isinstance(held, nn.Parameter):
-            value = nn.Parameter(value, requires_grad=held.requires_grad)
-        setattr(module, key, value)
+        made = _substitute(module, key, moved)
+        self._filled[held] = self._filled[made] = name, made
+
+
+def _substitute(module: nn.Module, key: str, value: Tensor) -> Tensor:
+    """Put a tensor into the place of another one, as a Parameter if that is one."""
+    held = getattr(module, key)
+    if isinstance(held, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=held.requires_grad)
+    setattr(module, key, value)
+    return value
+
+
+def _check_tied(first: str, second: str, held: Tensor, value: Tensor) -> None:
+    """Refuse two tensors that differ for one that a model has under two names."""
+    if not _same_bytes(held, value.to(held.dtype)):
+        raise CheckpointError(
+            f"{first} and {second} differ, and the model ties them: they are one tensor.",
+            "What is loaded under either name is the same.",
+            "Untie them in the model, or drop the one that does not count.",
+        )
+
+
+def _check_cast(name: str, value: Tensor, dtype: torch.dtype) -> None:
+    """Refuse numbers that a tensor of integers, or of real numbers, would cut."""
+    if not torch.can_cast(value.dtype, dtype):
+        if value.is_complex() or not _same_bytes(value.to(dtype).to(value.dtype), value):
+            raise CheckpointError(
+                f"{name} has numbers of {value.dtype} that {dtype} cannot hold.",
+                f"It is {dtype} in the model.",
+                f"Build the model with a tensor of {value.dtype}.",
+            )
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Compare bits, as NaN is not equal to NaN."""
+    return a.shape == b.shape and torch.equal(
+        *(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    )

@@ -95,7 +95,8 @@ def part_widths(name: str, shape: Shape, count: int, config: JsonObject) -> tupl
         keys = text.get("num_key_value_heads", heads)
         if isinstance(heads, int) and isinstance(keys, int) and heads > 0 and keys > 0:
             size, rest = divmod(rows, heads + 2 * keys)
-            return (heads * size, keys * size, keys * size) if rest == 0 else ()
+            fits = rest == 0 and text.get("head_dim") in (None, size)  # else values have another
+            return (heads * size, keys * size, keys * size) if fits else ()
     return ()
 
 
@@ -114,7 +115,8 @@ def accepted_shapes(shape: Shape, group: GroupShape, numbers: Numbers) -> tuple[
     if group == TENSOR:
         one: tuple[Shape, ...] = ((1,), (), (1, 1))
         e = tuple(stack)
-        return (*one, e, (*e, 1), (*e, 2), (*e, 1, 1)) if stack else one
+        halves = ((*e, 2),) if rows % 2 == 0 else ()
+        return (*one, e, (*e, 1), *halves, (*e, 1, 1)) if stack else one
     if group == ROW:
         return (*stack, rows, 1), (*stack, rows), (*stack, 1, rows)
     wanted = scale_shape(shape, group)

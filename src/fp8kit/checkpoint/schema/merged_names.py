@@ -72,10 +72,6 @@ class Route:
         parts = (source.rpartition(".") for source in self.sources)
         return tuple(f"{holder.rpartition('.')[0]}.{expert}.{last}" for holder, _, last in parts)
 
-    def first_row(self, rows: int, total: int) -> int:
-        """Return the row of a target of ``total`` rows at which this source of ``rows`` begins."""
-        return 0 if self.index == 0 else total - (len(self.sources) - self.index) * rows
-
 
 def find(layer: str, kind: str, wanted: Shapes) -> Route | None:
     """Find the place in a model of a layer's ``weight``, ``bias`` or other tensor, or ``None``."""

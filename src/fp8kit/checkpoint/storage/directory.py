@@ -65,6 +65,8 @@ def check_destination(destination: Path, source: Path | None, overwrite: bool) -
     or a file that the source links to, lies inside the source, or is not empty and not replaceable.
     """
     check_name(destination)
+    if destination.name:
+        check_name(destination.with_name(f".{destination.name}.00000000.tmp"))
     where = ""
     if source is not None and any(destination in (p, *p.parents) for p in _places(source)):
         where = "is or holds"
@@ -208,7 +210,8 @@ def write_json(file: Path, content: JsonObject) -> None:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Show the bytes of a tensor, writable; of a contiguous one on the CPU, its own memory."""
-    flat = tensor.detach().to("cpu").contiguous().view(-1)
+    # a conjugate or negative of torch may be a mark on the bytes of another tensor
+    flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().view(-1)
     if not flat.numel():
         return memoryview(b"")
     raw = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())

@@ -16,7 +16,7 @@ import torch
 
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.storage.reader import DTYPES
-from fp8kit.errors import InvalidValue
+from fp8kit.errors import CheckpointError, InvalidValue
 
 MAX_SHARD_BYTES = 5 * 10**9
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -47,9 +47,16 @@ def plan_shards(layout: Layout, max_shard_bytes: int, stem: str = "model") -> li
     """Divide tensors into files; those of one module, such as weight and scale, stay together.
 
     A file ends before it exceeds ``max_shard_bytes``; one alone is ``<stem>.safetensors``. Raises
-    ``ValueError`` if that is no positive number.
+    ``ValueError`` if that is no positive number, ``CheckpointError`` for what no file can hold.
     """
-    if not isinstance(max_shard_bytes, int | float) or max_shard_bytes < 1:
+    for name, (dtype, _) in layout.items():
+        if dtype not in _NAMES or not name.isprintable():
+            raise CheckpointError(
+                f"The tensor {name!a} is {dtype}.",
+                f"Files hold tensors with printable names, of {', '.join(_NAMES.values())}.",
+                "Rename or cast it, or make it a buffer with persistent=False.",
+            )
+    if not isinstance(max_shard_bytes, int | float) or not max_shard_bytes >= 1:
         raise InvalidValue(
             f"Got max_shard_bytes={max_shard_bytes!r}.",
             "It is the size of a file in bytes.",

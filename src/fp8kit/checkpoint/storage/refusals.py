@@ -66,7 +66,7 @@ def check_source(path: str | Path) -> None:
 def check_name(path: Path) -> None:
     """Refuse a path that the safetensors library cannot open, or that leads nowhere.
 
-    It is not UTF-8, or goes through a link that leads to itself.
+    It is not UTF-8, too long, or goes through a link that leads to itself.
     """
     try:
         os.path.realpath(path).encode()
@@ -79,8 +79,15 @@ def check_name(path: Path) -> None:
     try:
         path.stat()
     except OSError as error:
-        link = next((p for p in (path, *path.parents) if p.is_symlink()), path)
+        if error.errno == errno.ENAMETOOLONG:
+            raise CheckpointError(
+                f"The path {str(path)!r:.80}... is too long.",
+                "Most systems take 255 bytes for a name and 4096 for a path; what is made beside "
+                "a destination has a name longer by 14.",
+                "Choose a shorter one.",
+            ) from error
         if error.errno == errno.ELOOP:
+            link = next((p for p in (path, *path.parents) if p.is_symlink()), path)
             raise CheckpointError(
                 f"{link} is a link that leads to itself.",
                 "A path leads to a folder or a file.",

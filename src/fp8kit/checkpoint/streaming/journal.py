@@ -19,6 +19,7 @@ from pathlib import Path
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.storage import directory
 from fp8kit.checkpoint.storage.reader import Checkpoint, read_json
+from fp8kit.checkpoint.storage.refusals import check_name
 from fp8kit.errors import CheckpointError
 from fp8kit.runtime.atomic_files import locked
 
@@ -31,6 +32,7 @@ class UnfinishedConversion:
     def __init__(self, destination: Path) -> None:
         self.destination = destination
         self.home = destination.parent / f".{destination.name}.partial"
+        check_name(self.home)
         self.folder = self.home / "checkpoint"
         self._journal = self.home / "journal.json"
         self._lock_is_mine = False
