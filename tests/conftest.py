@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import io
 import itertools
 import os
@@ -56,6 +57,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"write the tests that took long to {SLOW.name} and {SLOWEST.name}",
     )
     parser.addoption("--cases", type=int, help="run so many cases of each slow test, not all")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Let Python's collector pass over what is imported, once, and in every test that calls it.
+
+    Else it looks again and again at a million objects of the libraries that are there to stay.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries complain of what is left at the end
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
