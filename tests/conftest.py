@@ -139,19 +139,21 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     random.seed(0)
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # without devices it would keep a traceback for each, to seed them later
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill every uninitialized tensor with NaN or the largest integer: forgotten writes show."""
     assert torch.utils.deterministic.fill_uninitialized_memory
     allocators = launch_recording._EMPTY  # what recordings allocate with is never filled
     for device in list(allocators):
         monkeypatch.setitem(allocators, device, functools.partial(_empty_strided, device))
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    if torch.get_deterministic_debug_mode() != 1:  # to set it takes a millisecond, so it stays on
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def _empty_strided(
