@@ -28,7 +28,7 @@ site: $(VENV)/.installed  ## the documentation as a web site, into ./site
 	$(BIN)/python -m mkdocs build --strict
 
 test: $(VENV)/.installed check  ## lint, types, the quick tests and one case of each slow one
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" --cases 1
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" --dist worksteal --cases 1
 
 test-all: $(VENV)/.installed check  ## lint, types and every test that needs no GPU
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
