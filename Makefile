@@ -2,18 +2,23 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile -c constraints.txt
 WORKERS ?= 2
 NEWEST ?= .venv-newest
 ZOO ?= .venv-zoo
 TESTS ?= tests
 
+# Where it is set, each process of a test would compile the whole package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo site test test-all quick slow test-newest test-oldest test-gpu sweep zoo sanitize check tables bench bench-streaming clean
 
+# pip would compile to bytecode on one core. Some libraries have files that are not for this Python.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) -e .[test,check]
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
 
 demo: $(VENV)/.installed  ## quantize, save, reload and compare a real trained model
@@ -23,7 +28,7 @@ site: $(VENV)/.installed  ## the documentation as a web site, into ./site
 	$(BIN)/python -m mkdocs build --strict
 
 test: $(VENV)/.installed check  ## lint, types, the quick tests and one case of each slow one
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" --cases 1
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" --dist worksteal --cases 1
 
 test-all: $(VENV)/.installed check  ## lint, types and every test that needs no GPU
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"

@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import fresh
+
+RUN = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 _SYSTEM_SHARED = 1024  # bytes of each block on Hopper that are counted too
 
 
@@ -22,13 +25,12 @@ def compiled_by(script: Path, cache: Path) -> dict[str, dict[str, int]]:
         script: what to run.
         cache: an empty directory for Triton.
     """
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(cache)
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    out = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert out.returncode == 0, out.stderr[-2000:]
+    variables = {
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(cache),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    out = fresh.run(RUN, script, variables=variables)
     found: dict[str, dict[str, int]] = json.loads(out.stdout.splitlines()[-1])
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import io
 import itertools
 import os
@@ -30,6 +31,9 @@ HAS_FP8_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >
 
 # cuBLAS wants a fixed workspace before it keeps torch's promise of deterministic algorithms
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# torch's compiler would compile headers, and trials of vector units, for the sake of few kernels
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
@@ -56,6 +60,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"write the tests that took long to {SLOW.name} and {SLOWEST.name}",
     )
     parser.addoption("--cases", type=int, help="run so many cases of each slow test, not all")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Let Python's collector pass over what is imported, once, and in every test that calls it.
+
+    Else it looks again and again at a million objects of the libraries that are there to stay.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries complain of what is left at the end
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
@@ -117,19 +139,21 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     random.seed(0)
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # without devices it would keep a traceback for each, to seed them later
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill every uninitialized tensor with NaN or the largest integer: forgotten writes show."""
     assert torch.utils.deterministic.fill_uninitialized_memory
     allocators = launch_recording._EMPTY  # what recordings allocate with is never filled
     for device in list(allocators):
         monkeypatch.setitem(allocators, device, functools.partial(_empty_strided, device))
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    if torch.get_deterministic_debug_mode() != 1:  # to set it takes a millisecond, so it stays on
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def _empty_strided(

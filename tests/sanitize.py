@@ -293,8 +293,11 @@ def attention_calls(device: str) -> Calls:
         q, k, v = (torch.randn(2, n, 150, 24).bfloat16() for n in (6, 2, 2))
         cos, sin = torch.randn(2, 2, 150, 24).bfloat16()
         mask = torch.rand(2, 1, 1, 150) < 0.5
+    turned = (q, k, cos, sin)
+    if device != "cuda":  # the interpreter takes the kernel's programs one by one
+        turned = tuple(t[..., :5, :] for t in turned)
     return {
-        "rotary": lambda: fused_triton.rotated(q, k, cos, sin),
+        "rotary": lambda: fused_triton.rotated(*turned),
         "attention": lambda: triton_attention.attend(q[:, :, :1], k, v, mask, 0.2),
         "attention, one chunk": lambda: triton_attention.attend(
             q[:, :, :1], k[:, :, :9], v[:, :, :9], None, 0.2

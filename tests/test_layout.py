@@ -248,8 +248,9 @@ def hidden_imports(tree: ast.Module, name: str) -> list[str]:
             found += [f"line {line}: imports inside {function.name}" for line in sorted(lines)]
     if name not in DYNAMIC_IMPORTERS:
         for call in ast.walk(tree):
-            called = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
-            if called.rpartition(".")[2] in ("import_module", "__import__"):
+            called = call.func if isinstance(call, ast.Call) else None
+            name = getattr(called, "attr", getattr(called, "id", ""))
+            if name in ("import_module", "__import__"):
                 found.append(f"line {call.lineno}: imports by a computed name")
     return found
 

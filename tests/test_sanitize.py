@@ -52,7 +52,7 @@ def launched(tree: ast.Module) -> set[str]:
             names.add(ast.unparse(call.args[0]))
         if isinstance(call.func, ast.Subscript):
             names.add(ast.unparse(call.func.value))
-        if ast.unparse(call.func) == "cuda_launch.Kernel":
+        if isinstance(call.func, ast.Attribute) and ast.unparse(call.func) == "cuda_launch.Kernel":
             names.add(str(ast.literal_eval(call.args[1])))
     return {name for name in names if name.endswith("_kernel") or name in sanitize.OWN_KERNELS}
 

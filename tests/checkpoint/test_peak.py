@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +11,21 @@ import torch
 from safetensors.torch import save_file
 
 import fp8kit
+import fresh
 from checkpoint_samples import edit_json
 from golden.layout import compressed
 
 if not Path("/proc/self/clear_refs").exists():
     pytest.skip("needs the memory counters of Linux", allow_module_level=True)
 
+RUN = "import sys, peak; peak.main(*sys.argv[1:])"
 WIDTH, BLOCKS, SHARDS = 1024, 16, 4
 LEAST = 90 * 2**20  # bytes of a model, so that five per cent of it are more than noise
 LAYER = 2 * 4 * WIDTH * WIDTH  # bytes of the largest layer in bf16, gate and up joined
 
 
 def measured(way: str, small: Path, large: Path) -> dict[str, int]:
-    tests = Path(__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(tests.parent / "src")}
-    # memory that malloc keeps for later would count as taken
-    environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    run = [sys.executable, str(tests / "peak.py"), way, str(small), str(large)]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = fresh.run(RUN, way, small, large, first=Path(__file__).parents[1])
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return found
 

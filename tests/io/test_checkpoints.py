@@ -10,7 +10,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -294,15 +293,7 @@ def test_memory_does_not_grow_with_the_tensor(scheme: str, tmp_path: Path) -> No
     (source / "config.json").write_text("{}")
 
     def grown(slice_bytes: int) -> int:
-        command = [sys.executable, "-c", MEMORY, str(source), str(tmp_path / "out"), scheme]
-        environment = {**os.environ, "PYTHONPATH": str(TESTS.parent / "src")}
-        out = subprocess.run(
-            [*command, str(slice_bytes)],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=environment,
-        )
+        out = fresh.run(MEMORY, source, tmp_path / "out", scheme, slice_bytes)
         shutil.rmtree(tmp_path / "out")
         return int(out.stdout)
 
