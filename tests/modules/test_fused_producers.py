@@ -227,6 +227,22 @@ def test_settings_changed_after_conversion_count(device: torch.device) -> None:
         assert relative_error(changed("all", change), expected) <= limit
 
 
+@pytest.mark.parametrize("name", ["self_attn.k_proj", "mlp.up_proj"])
+def test_a_kept_weight_that_changed_counts_from_the_next_call_on(
+    name: str, device: torch.device
+) -> None:
+    """The first sibling has computed for all with the old codes, of an input nobody wrote."""
+    model = build("llama", device)
+    fp8kit.convert(model, weight_storage="keep")
+    before = logits(model, tokens(device))
+    kept = model.model.layers[0].get_submodule(name).original_weight
+    with torch.no_grad():
+        kept.mul_(2)
+    found = logits(model, tokens(device))
+    assert not torch.equal(found, before)
+    assert relative_error(found, logits(model, tokens(device))) < (0.05 if found.is_cuda else 1e-6)
+
+
 def test_what_stays_the_same_or_is_not_of_the_replaced_module_alters_nothing() -> None:
     model = build("llama", torch.device("cpu"))
     fp8kit.convert(model, fuse="all")
