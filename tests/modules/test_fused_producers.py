@@ -327,6 +327,16 @@ def test_a_hook_sees_real_numbers(watched: str, device: torch.device) -> None:
     assert relative_error(found, expected) < 0.2
 
 
+def test_a_hook_of_an_activation_is_called(device: torch.device) -> None:
+    model = build("llama", device)
+    fp8kit.convert(model)
+    mlp = model.model.layers[0].mlp
+    seen: list[Tensor] = []
+    mlp.act_fn.register_forward_hook(lambda m, a, out: seen.append(out))
+    logits(model, tokens(device))
+    assert len(seen) == 1
+
+
 def test_a_wrapped_layer_gets_real_numbers(device: torch.device) -> None:
     class Wrapper(nn.Module):
         def __init__(self, base: nn.Module) -> None:

@@ -258,8 +258,9 @@ class FusedGatedMlp(Fused):
         assert gate_proj is not None
         assert up_proj is not None
         assert down is not None
-        same_kind = activation_kind(act_fn or self.act_fn) == self.kind
-        if not (same_kind and can_multiply(down)) or any_trained(gate_proj, up_proj, down):
+        known = activation_kind(act_fn or self.act_fn) == self.kind
+        known = known and (act_fn is None or not is_watched(act_fn))
+        if not (known and can_multiply(down)) or any_trained(gate_proj, up_proj, down):
             y: Tensor = self.unfused(x)
             return y
         gate, up = gate_proj(x), up_proj(x)
