@@ -159,6 +159,18 @@ class OwnNorm(nn.Module):
     variance_epsilon = eps
 
 
+def test_other_weights_may_be_given_to_a_call() -> None:
+    separate = build("llama", torch.device("cpu"))
+    together = copy.deepcopy(separate)
+    fp8kit.convert(separate, fuse="none")
+    fp8kit.convert(together)
+    given = {n: p.detach() * 2 for n, p in separate.named_parameters() if p.dim() == 1}
+    calls = [(m, given, (tokens(torch.device("cpu")),)) for m in (separate, together)]
+    with torch.no_grad():
+        expected, found = (torch.func.functional_call(*call).logits for call in calls)
+    assert_bits_equal(found, expected)
+
+
 def test_norms_of_ones_own_stay_as_they_are() -> None:
     assert recognize_norm(OwnNorm()) is not None
     assert make_plain(OwnNorm()) is None
