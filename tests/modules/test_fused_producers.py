@@ -290,6 +290,21 @@ def test_a_tangent_is_refused(fuse: str) -> None:
         torch.func.jvp(lambda e: model(inputs_embeds=e).logits, (x,), (x,))
 
 
+def test_vmap_computes_what_separate_layers_do() -> None:
+    separate = build("llama", torch.device("cpu"))
+    together = copy.deepcopy(separate)
+    fp8kit.convert(separate, fuse="none")
+    fp8kit.convert(together)
+    x = torch.randn(3, 5, 128).bfloat16()
+
+    def run(model: nn.Module) -> Tensor:
+        layer = model.model.layers[0]
+        return torch.func.vmap(lambda e: layer.mlp(layer.post_attention_layernorm(e)))(x)
+
+    with torch.no_grad():
+        assert_bits_equal(run(together), run(separate))
+
+
 def test_fused_state_dict_is_that_of_the_model(device: torch.device) -> None:
     dense = build("llama", device)
     names = list(dense.state_dict())
