@@ -329,6 +329,17 @@ def test_the_stand_in_is_nan_so_that_a_stray_reader_sees_it(device: torch.device
     assert stand_in.isnan().all()
 
 
+def test_a_copy_of_the_norm_alone_gives_real_numbers(device: torch.device) -> None:
+    model = build("llama", device)
+    dense = copy.deepcopy(model.model.layers[0].input_layernorm)
+    fp8kit.convert(model)
+    twin = copy.deepcopy(fused_norm(model))
+    x = torch.randn(1, 3, 128, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert_bits_equal(twin(x), dense(x))
+    fused_norm(copy.deepcopy(model))  # of which its readers are copied too
+
+
 @pytest.mark.parametrize("watched", ["norm", "holder", "layer"])
 def test_a_hook_sees_real_numbers(watched: str, device: torch.device) -> None:
     model = build("llama", device)

@@ -9,6 +9,7 @@ GPU, or a compiler fuses by itself, the replaced module computes instead.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ from fp8kit.formats import Scheme
 from fp8kit.modules.hooks import carry_hooks, is_watched
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.norm_formula import NormFormula, activation_codes, takes_codes
-from fp8kit.modules.parameters import any_trained
+from fp8kit.modules.parameters import any_trained, deepcopied
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops.operators import RowCodes
 from fp8kit.ops.transforms import is_transformed
@@ -168,6 +169,14 @@ class Producer(Fused):
     def __init__(self, replaced: nn.Module, consumers: Consumers) -> None:
         super().__init__(replaced)
         self.consumers = consumers
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Copy what was replaced, unless the block is copied too: who else reads a copy?"""
+        block, *_ = self.consumers.unchanged[0]
+        if id(block) not in memo:
+            return copy.deepcopy(self.replaced[0], memo)
+        twin: nn.Module = deepcopied(self, memo)
+        return twin
 
     def may_offer(self, *inputs: Tensor) -> bool:
         """Return whether codes may be offered instead of a result of these inputs."""
