@@ -299,6 +299,8 @@ def can_multiply(layer: nn.Module) -> TypeGuard[Fp8Linear]:
 def activation_kind(act_fn: object) -> str | None:
     """Name the activation of a feed-forward, ``None`` if no kernel has it."""
     name = type(act_fn).__name__
+    if type(act_fn) is nn.SiLU and act_fn.inplace:  # others may read what it writes
+        return None
     if type(act_fn) is nn.SiLU or act_fn is F.silu or name == "SiLUActivation":
         return "silu"
     if type(act_fn) is nn.GELU:
