@@ -24,7 +24,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
 
 import fp8kit
 from fp8kit.conversion.fusible_modules import make_plain, recognize_norm
@@ -628,3 +628,15 @@ def test_a_part_that_is_compiled_in_place_reads_its_input(part: str) -> None:
     for layer in model.model.layers:
         layer.get_submodule(part).compile(backend="eager")
     assert_bits_equal(logits(model, tokens(torch.device("cpu"))), expected)
+
+
+def test_a_class_that_is_compiled_reads_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a graph of its own the layers see the tensor, and not that it stands for codes."""
+    model = build("llama", torch.device("cpu"))
+    fp8kit.convert(model)
+    expected = logits(model, tokens(torch.device("cpu")))
+    compiled = torch.compile(LlamaAttention.forward, backend="eager")
+    monkeypatch.setattr(LlamaAttention, "forward", compiled)
+    assert_bits_equal(logits(model, tokens(torch.device("cpu"))), expected)
+    again = pickle.loads(pickle.dumps(model))  # made where the class is compiled
+    assert_bits_equal(logits(again, tokens(torch.device("cpu"))), expected)

@@ -59,8 +59,9 @@ class Consumers:
             (m._modules, name, v) for m, name, v in self.unchanged if isinstance(v, nn.Module)
         ]
         self._settings = [u for u in self.unchanged if not isinstance(u[2], nn.Module)]
-        path = dict.fromkeys(m for m, _, _ in self.unchanged if not isinstance(m, nn.ModuleList))
-        self.modules = (*list(path)[1:], *group.members)  # a hook of the block itself sees nothing
+        self._take_code()
+        path = [m for m, _ in self._code]
+        self.modules = (*path[1:], *group.members)  # a hook of the block itself sees nothing
 
     @property
     def scheme(self) -> Scheme:
@@ -74,9 +75,23 @@ class Consumers:
             and all(m.scale_ub is None for m in self.group.members)
             and all(owned.get(name) is value for owned, name, value in self._children)
             and all(getattr(m, name, None) is value for m, name, value in self._settings)
+            and all(type(m).forward is own for m, own in self._code)
             and not is_watched(*self.modules)
             and not any_trained(*self.group.members)
         )
+
+    def _take_code(self) -> None:
+        path = dict.fromkeys(m for m, _, _ in self.unchanged if not isinstance(m, nn.ModuleList))
+        self._code = [(m, _code_of(m)) for m in path]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the code, which pickle may not find by its name."""
+        return {name: value for name, value in vars(self).items() if name != "_code"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the code as it is here."""
+        vars(self).update(state)
+        self._take_code()
 
     def hand_over(self, codes: RowCodes, x: Tensor) -> Tensor:
         """Offer codes, and give the stand-in for the tensor like ``x`` that they were made from."""
@@ -306,6 +321,12 @@ def activation_kind(act_fn: object) -> str | None:
     if type(act_fn) is nn.GELU:
         return "gelu_tanh" if act_fn.approximate == "tanh" else "gelu"
     return "gelu_tanh" if name in ("GELUTanh", "PytorchGELUTanh") else None
+
+
+def _code_of(module: nn.Module) -> object:
+    """Return the ``forward`` of a class, ``None`` if a compiler runs it, which reads its input."""
+    own = type(module).forward
+    return None if hasattr(own, "_torchdynamo_orig_callable") else own
 
 
 @functools.cache
