@@ -568,7 +568,11 @@ def test_a_fused_norm_whose_weight_is_no_parameter_computes_with_it(
     if change is prune:
         for model in (fused, plain):
             torch.nn.utils.prune.remove(first_norm(model), "weight")
+            first_norm(model).weight.data.fill_(2.0)
         assert_bits_equal(logits(fused, tokens(cpu)), logits(plain, tokens(cpu)))
+        x = torch.randn(3, 128).bfloat16()
+        compiled = torch.compile(first_norm(fused), backend="eager")
+        assert_bits_equal(compiled(x), first_norm(plain)(x))
     if change is replace:
         first_norm(fused).weight = torch.full((128,), 2.0, dtype=torch.bfloat16)
         first_norm(plain).weight = first_norm(fused).weight

@@ -153,12 +153,12 @@ class Fused(nn.Module):
     def unfused(self, *args: Any, **kwargs: Any) -> Any:
         """Compute as the module that was replaced does."""
         replaced = self.replaced[0]
-        for name in () if torch.compiler.is_compiling() else self.parameter_names:
-            # FSDP, pruning and parametrizations put a tensor in the place of a Parameter
-            if name in self._parameters:
-                vars(replaced).pop(name, None)
-            else:
-                vars(replaced)[name] = getattr(self, name)
+        # FSDP, pruning and parametrizations put a tensor in the place of a Parameter
+        others = () if torch.compiler.is_compiling() else self.parameter_names
+        found = {name: getattr(self, name) for name in others if name not in self._parameters}
+        if found:  # for this call alone: later they may have another
+            held, replaced = vars(replaced), type(replaced).__new__(type(replaced))
+            vars(replaced).update({**held, **found})
         return replaced.forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
