@@ -305,6 +305,24 @@ def test_vmap_computes_what_separate_layers_do() -> None:
         assert_bits_equal(run(together), run(separate))
 
 
+def test_torch_fx_traces_what_was_replaced() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.q, self.k = nn.LayerNorm(128), nn.Linear(128, 256), nn.Linear(128, 256)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(x)
+            return self.q(x) + self.k(x)
+
+    model, x = nn.ModuleDict({"block": Block()}).bfloat16(), torch.randn(3, 128).bfloat16()
+    fp8kit.convert(model, fuse={"block": ["norm -> q k"]})
+    assert isinstance(model["block"].norm, fused_producers.FusedNorm)
+    with torch.no_grad():
+        traced = torch.fx.symbolic_trace(model["block"])
+        assert_bits_equal(traced(x), model["block"](x))
+
+
 def test_fused_state_dict_is_that_of_the_model(device: torch.device) -> None:
     dense = build("llama", device)
     names = list(dense.state_dict())
@@ -634,13 +652,16 @@ def test_a_part_that_is_compiled_in_place_reads_its_input(part: str) -> None:
     assert_bits_equal(logits(model, tokens(torch.device("cpu"))), expected)
 
 
-def test_a_class_that_is_compiled_reads_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+class CompiledAttention(LlamaAttention):
+    forward = torch.compile(LlamaAttention.forward, backend="eager")
+
+
+def test_a_class_that_is_compiled_reads_its_input() -> None:
     """In a graph of its own the layers see the tensor, and not that it stands for codes."""
     model = build("llama", torch.device("cpu"))
     fp8kit.convert(model)
     expected = logits(model, tokens(torch.device("cpu")))
-    compiled = torch.compile(LlamaAttention.forward, backend="eager")
-    monkeypatch.setattr(LlamaAttention, "forward", compiled)
-    assert_bits_equal(logits(model, tokens(torch.device("cpu"))), expected)
-    again = pickle.loads(pickle.dumps(model))  # made where the class is compiled
-    assert_bits_equal(logits(again, tokens(torch.device("cpu"))), expected)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = CompiledAttention
+    for found in (model, pickle.loads(pickle.dumps(model))):  # also made with that class
+        assert_bits_equal(logits(found, tokens(torch.device("cpu"))), expected)

@@ -296,6 +296,8 @@ def may_fuse(module: nn.Module, *inputs: Tensor) -> bool:
     """Return whether device and modes permit a module to compute these inputs with our kernels."""
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or is_transformed():
         return False
+    if not isinstance(inputs[0], Tensor):  # torch.fx traces with what has no device
+        return False
     place = inputs[0].device.type
     if place not in FUSED_DEVICES or torch.is_autocast_enabled(place):
         return False
