@@ -26,7 +26,7 @@ from fp8kit.dispatch import backends as dispatch
 from fp8kit.formats import ROW, GroupShape
 from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
 from fp8kit.runtime.launch_recording import is_recording, record
-from fp8kit.runtime.replay_cache import MOST_KEYS, Entry, ReplayCache
+from fp8kit.runtime.replay_cache import MOST_KEYS, Operator, ReplayCache
 from frames import above_launches, launch_from
 from numerics import assert_bits_equal
 from recorded_calls import CpuBackends, install, launch, record_on_cpu
@@ -135,12 +135,13 @@ def test_few_shapes_are_kept(cpu_backends: CpuBackends) -> None:
     assert 0 < len(layer.replays) <= MOST_KEYS
 
 
-def test_threads_may_keep_calls_at_once() -> None:
-    cache, interval = ReplayCache(), sys.getswitchinterval()
+def test_threads_may_keep_calls_at_once(cpu_backends: CpuBackends) -> None:
+    cache, interval, x = ReplayCache(), sys.getswitchinterval(), x_of(1)
+    same = Operator(lambda x, *_: x, lambda x, *_: x)
 
     def keep(thread: int) -> None:
-        for call in range(5000):
-            cache._keep((thread, call), Entry([], False, None, True))
+        for call in range(12000):
+            cache.run(same, (x,), (), (thread, call))
 
     sys.setswitchinterval(1e-6)
     try:
