@@ -135,6 +135,7 @@ def test_activations() -> None:
     assert can_produce(nn.SiLU())
     assert can_produce(nn.GELU("tanh"))
     assert not can_produce(nn.ReLU())
+    assert not can_produce(nn.SiLU(inplace=True))  # its input may be read again
 
     class Louder(nn.SiLU):
         """A subclass: its forward is unknown."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -131,6 +132,12 @@ def test_large_scores_stay_finite(device: torch.device) -> None:
     assert y.isfinite().all()
     chosen = (q * 100).double().squeeze(2) @ (k * 100).double()[0, 0].mT
     assert_bits_equal(y[0, 0], v[0, 0][chosen[0].argmax(-1)])
+
+
+@pytest.mark.parametrize("attend", [attention.attend, kernel.attend])
+def test_there_may_be_no_sequence(attend: Callable[..., Tensor], device: torch.device) -> None:
+    q, k, v = operands((0, 4, 2, 5, 16, 32), device)
+    assert attend(q, k, v, None, SCALE).shape == (0, 1, 4, 32)
 
 
 def test_torch_computes_the_same(device: torch.device) -> None:

@@ -116,6 +116,18 @@ def operands(tokens: int = 1) -> dict[str, Any]:
     return {"query": q, "key": k, "value": v, "attention_mask": mask, "scaling": 0.2}
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_runs_the_sdpa_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded_calls.fuse_on_cpu(monkeypatch)
+    given = operands()
+    queries = torch.stack([given.pop("query"), torch.randn(2, 4, 1, 16).bfloat16()])
+    found, expected = (
+        torch.func.vmap(lambda q, attend=attend: attend(Attention(), q, **given)[0])(queries)
+        for attend in (transformers_attention.attention_forward, sdpa_attention_forward)
+    )
+    assert_bits_equal(found, expected)
+
+
 def test_one_token_is_taken(taken: list[torch.Size]) -> None:
     given = operands()
     y, weights = transformers_attention.attention_forward(Attention(), **given)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Gemma2Config, GraniteConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma2Config,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 from transformers.models.granite.modeling_granite import GraniteDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -103,6 +110,18 @@ def test_hooks_stop_it(watched: str, device: torch.device, sums: list[Tensor]) -
     assert relative_error(found, expected) < 0.02
 
 
+def test_a_setting_that_changed_counts(device: torch.device, sums: list[Tensor]) -> None:
+    torch.manual_seed(0)
+    model = GraniteForCausalLM(GraniteConfig(**SIZES)).to(device, torch.bfloat16).eval()
+    fp8kit.convert(model)
+    before = run(model).logits
+    assert len(sums) == 2
+    for layer in model.model.layers:
+        layer.residual_multiplier = 0.25
+    assert not torch.equal(run(model).logits, before)
+    assert len(sums) == 2
+
+
 def test_gradients_flow(device: torch.device, sums: list[Tensor]) -> None:
     model = llama(device)
     fp8kit.convert(model)
@@ -141,6 +160,14 @@ class Returning(LlamaDecoderLayer):
         return (super().forward(hidden_states, **kwargs),)
 
 
+class Dropout(LlamaDecoderLayer):
+    """Computes something else in training."""
+
+    @functools.wraps(LlamaDecoderLayer.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return nn.functional.dropout(super().forward(*args, **kwargs), 0.5, self.training)
+
+
 class Dropping(LlamaDecoderLayer):
     """Keeps an argument from the attention."""
 
@@ -155,9 +182,9 @@ class Defaulting(LlamaDecoderLayer):
         return super().forward(hidden_states, scale=2.0 if scale is None else scale, **kwargs)
 
 
-@pytest.mark.parametrize("kind", [Scaled, Parallel, Returning, Dropping, Defaulting])
+@pytest.mark.parametrize("kind", [Scaled, Parallel, Returning, Dropout, Dropping, Defaulting])
 def test_other_layers_are_left_alone(kind: type[nn.Module]) -> None:
-    assert find_flow(layer_of(kind, LlamaConfig(**SIZES))) is None
+    assert find_flow(layer_of(kind, LlamaConfig(**SIZES)).eval()) is None
 
 
 def test_a_multiplied_residual_is_noticed_in_each_layer() -> None:

@@ -229,6 +229,19 @@ def test_dropout_in_training_is_kept(device: torch.device) -> None:
         assert_bits_equal(holder["ff"](x), holder["ff"](x))
 
 
+@pytest.mark.parametrize("kind", ["swiglu", "linear-silu"])
+def test_a_hook_of_an_activation_is_called(kind: str, device: torch.device) -> None:
+    module = FeedForward(128, activation_fn=kind).to(device, torch.bfloat16)
+    holder = nn.ModuleDict({"ff": module}).eval()
+    fp8kit.convert(holder)
+    seen: list[Tensor] = []
+    activation = holder["ff"].get_submodule("net.0.activation")
+    activation.register_forward_hook(lambda m, a, y: seen.append(y))
+    with torch.no_grad():
+        holder["ff"](torch.randn(4, 128, device=device, dtype=torch.bfloat16))
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize("kind", ["geglu", "gelu", "gelu-approximate", "swiglu", "linear-silu"])
 def test_every_feed_forward(kind: str, device: torch.device) -> None:
     dense = nn.ModuleDict({"ff": FeedForward(128, activation_fn=kind, final_dropout=True)})

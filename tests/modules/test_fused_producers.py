@@ -24,7 +24,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
 
 import fp8kit
 from fp8kit.conversion.fusible_modules import make_plain, recognize_norm
@@ -159,6 +159,18 @@ class OwnNorm(nn.Module):
     variance_epsilon = eps
 
 
+def test_other_weights_may_be_given_to_a_call() -> None:
+    separate = build("llama", torch.device("cpu"))
+    together = copy.deepcopy(separate)
+    fp8kit.convert(separate, fuse="none")
+    fp8kit.convert(together)
+    given = {n: p.detach() * 2 for n, p in separate.named_parameters() if p.dim() == 1}
+    calls = [(m, given, (tokens(torch.device("cpu")),)) for m in (separate, together)]
+    with torch.no_grad():
+        expected, found = (torch.func.functional_call(*call).logits for call in calls)
+    assert_bits_equal(found, expected)
+
+
 def test_norms_of_ones_own_stay_as_they_are() -> None:
     assert recognize_norm(OwnNorm()) is not None
     assert make_plain(OwnNorm()) is None
@@ -227,6 +239,22 @@ def test_settings_changed_after_conversion_count(device: torch.device) -> None:
         assert relative_error(changed("all", change), expected) <= limit
 
 
+@pytest.mark.parametrize("name", ["self_attn.k_proj", "mlp.up_proj"])
+def test_a_kept_weight_that_changed_counts_from_the_next_call_on(
+    name: str, device: torch.device
+) -> None:
+    """The first sibling has computed for all with the old codes, of an input nobody wrote."""
+    model = build("llama", device)
+    fp8kit.convert(model, weight_storage="keep")
+    before = logits(model, tokens(device))
+    kept = model.model.layers[0].get_submodule(name).original_weight
+    with torch.no_grad():
+        kept.mul_(2)
+    found = logits(model, tokens(device))
+    assert not torch.equal(found, before)
+    assert relative_error(found, logits(model, tokens(device))) < (0.05 if found.is_cuda else 1e-6)
+
+
 def test_what_stays_the_same_or_is_not_of_the_replaced_module_alters_nothing() -> None:
     model = build("llama", torch.device("cpu"))
     fp8kit.convert(model, fuse="all")
@@ -262,6 +290,39 @@ def test_a_tangent_is_refused(fuse: str) -> None:
         torch.func.jvp(lambda e: model(inputs_embeds=e).logits, (x,), (x,))
 
 
+def test_vmap_computes_what_separate_layers_do() -> None:
+    separate = build("llama", torch.device("cpu"))
+    together = copy.deepcopy(separate)
+    fp8kit.convert(separate, fuse="none")
+    fp8kit.convert(together)
+    x = torch.randn(3, 5, 128).bfloat16()
+
+    def run(model: nn.Module) -> Tensor:
+        layer = model.model.layers[0]
+        return torch.func.vmap(lambda e: layer.mlp(layer.post_attention_layernorm(e)))(x)
+
+    with torch.no_grad():
+        assert_bits_equal(run(together), run(separate))
+
+
+def test_torch_fx_traces_what_was_replaced() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.q, self.k = nn.LayerNorm(128), nn.Linear(128, 256), nn.Linear(128, 256)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(x)
+            return self.q(x) + self.k(x)
+
+    model, x = nn.ModuleDict({"block": Block()}).bfloat16(), torch.randn(3, 128).bfloat16()
+    fp8kit.convert(model, fuse={"block": ["norm -> q k"]})
+    assert isinstance(model["block"].norm, fused_producers.FusedNorm)
+    with torch.no_grad():
+        traced = torch.fx.symbolic_trace(model["block"])
+        assert_bits_equal(traced(x), model["block"](x))
+
+
 def test_fused_state_dict_is_that_of_the_model(device: torch.device) -> None:
     dense = build("llama", device)
     names = list(dense.state_dict())
@@ -284,6 +345,17 @@ def test_the_stand_in_is_nan_so_that_a_stray_reader_sees_it(device: torch.device
         stand_in = fused_norm(model)(x)
     assert stand_in.shape == x.shape
     assert stand_in.isnan().all()
+
+
+def test_a_copy_of_the_norm_alone_gives_real_numbers(device: torch.device) -> None:
+    model = build("llama", device)
+    dense = copy.deepcopy(model.model.layers[0].input_layernorm)
+    fp8kit.convert(model)
+    twin = copy.deepcopy(fused_norm(model))
+    x = torch.randn(1, 3, 128, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert_bits_equal(twin(x), dense(x))
+    fused_norm(copy.deepcopy(model))  # of which its readers are copied too
 
 
 @pytest.mark.parametrize("watched", ["norm", "holder", "layer"])
@@ -309,6 +381,16 @@ def test_a_hook_sees_real_numbers(watched: str, device: torch.device) -> None:
     found = logits(model, tokens(device))
     assert seen[0].isfinite().all()
     assert relative_error(found, expected) < 0.2
+
+
+def test_a_hook_of_an_activation_is_called(device: torch.device) -> None:
+    model = build("llama", device)
+    fp8kit.convert(model)
+    mlp = model.model.layers[0].mlp
+    seen: list[Tensor] = []
+    mlp.act_fn.register_forward_hook(lambda m, a, out: seen.append(out))
+    logits(model, tokens(device))
+    assert len(seen) == 1
 
 
 def test_a_wrapped_layer_gets_real_numbers(device: torch.device) -> None:
@@ -504,7 +586,11 @@ def test_a_fused_norm_whose_weight_is_no_parameter_computes_with_it(
     if change is prune:
         for model in (fused, plain):
             torch.nn.utils.prune.remove(first_norm(model), "weight")
+            first_norm(model).weight.data.fill_(2.0)
         assert_bits_equal(logits(fused, tokens(cpu)), logits(plain, tokens(cpu)))
+        x = torch.randn(3, 128).bfloat16()
+        compiled = torch.compile(first_norm(fused), backend="eager")
+        assert_bits_equal(compiled(x), first_norm(plain)(x))
     if change is replace:
         first_norm(fused).weight = torch.full((128,), 2.0, dtype=torch.bfloat16)
         first_norm(plain).weight = first_norm(fused).weight
@@ -564,3 +650,18 @@ def test_a_part_that_is_compiled_in_place_reads_its_input(part: str) -> None:
     for layer in model.model.layers:
         layer.get_submodule(part).compile(backend="eager")
     assert_bits_equal(logits(model, tokens(torch.device("cpu"))), expected)
+
+
+class CompiledAttention(LlamaAttention):
+    forward = torch.compile(LlamaAttention.forward, backend="eager")
+
+
+def test_a_class_that_is_compiled_reads_its_input() -> None:
+    """In a graph of its own the layers see the tensor, and not that it stands for codes."""
+    model = build("llama", torch.device("cpu"))
+    fp8kit.convert(model)
+    expected = logits(model, tokens(torch.device("cpu")))
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = CompiledAttention
+    for found in (model, pickle.loads(pickle.dumps(model))):  # also made with that class
+        assert_bits_equal(logits(found, tokens(torch.device("cpu"))), expected)

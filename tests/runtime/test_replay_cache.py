@@ -26,7 +26,7 @@ from fp8kit.dispatch import backends as dispatch
 from fp8kit.formats import ROW, GroupShape
 from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
 from fp8kit.runtime.launch_recording import is_recording, record
-from fp8kit.runtime.replay_cache import MOST_KEYS
+from fp8kit.runtime.replay_cache import MOST_KEYS, Operator, ReplayCache
 from frames import above_launches, launch_from
 from numerics import assert_bits_equal
 from recorded_calls import CpuBackends, install, launch, record_on_cpu
@@ -133,6 +133,23 @@ def test_few_shapes_are_kept(cpu_backends: CpuBackends) -> None:
     for m in range(1, 2 * MOST_KEYS):
         layer(x_of(m))
     assert 0 < len(layer.replays) <= MOST_KEYS
+
+
+def test_threads_may_keep_calls_at_once(cpu_backends: CpuBackends) -> None:
+    cache, interval, x = ReplayCache(), sys.getswitchinterval(), x_of(1)
+    same = Operator(lambda x, *_: x, lambda x, *_: x)
+
+    def keep(thread: int) -> None:
+        for call in range(12000):
+            cache.run(same, (x,), (), (thread, call))
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(keep, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(cache) == MOST_KEYS
 
 
 def test_new_times_are_heeded_at_once(cpu_backends: CpuBackends) -> None:

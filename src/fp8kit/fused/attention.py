@@ -71,10 +71,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
         ``[batch, 1, heads, value_dim]``, contiguous, the dtype of ``query``; zeros for a sequence
         that may look nowhere.
     """
-    batch, heads = query.shape[:2]
-    groups = query.reshape(batch, key.shape[1], heads // key.shape[1], -1)
+    batch, heads, _, dim = query.shape
+    groups = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
     mixed = F.scaled_dot_product_attention(groups, key, value, attn_mask=mask, scale=scale)
-    return mixed.reshape(batch, 1, heads, -1)
+    return mixed.reshape(batch, 1, heads, value.shape[3])
 
 
 def _body(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:

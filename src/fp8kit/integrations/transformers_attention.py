@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fp8kit.errors import UnsupportedError
 from fp8kit.fused.attention import ATTEND
 from fp8kit.modules import fused_producers
+from fp8kit.ops.transforms import is_transformed
 from fp8kit.runtime.replay_cache import ReplayCache
 
 NAME = "fp8kit_sdpa"
@@ -108,6 +109,8 @@ def _decodes(
     """Return whether the kernel computes these: one token, without a gradient."""
     fusible = query.device.type in fused_producers.FUSED_DEVICES
     if not fusible or query.shape[2] != 1 or query.dim() != key.dim():
+        return False
+    if not torch.compiler.is_compiling() and is_transformed():  # the operator has no such rules
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         return False

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.modules.fused_producers import FusedNorm
-from fp8kit.modules.own_forward import set_forward
-from fp8kit.modules.trials import on_trial, owned
+from fp8kit.modules.own_forward import is_unchanged, set_forward, settings
+from fp8kit.modules.trials import on_trial, owned, set_training
 
 _PROBE_WIDTH = 8
 
@@ -73,10 +73,13 @@ class ResidualForward:
     Where nothing can be fused, the class of the layer still computes.
     """
 
+    settings: Mapping[str, object] = {}  # of files from before
+
     def __init__(self, layer: nn.Module, flow: Flow) -> None:
         self.layer = layer
         self.flow = flow
         self.defaults = _arguments(layer)
+        self.settings = settings(layer)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute the layer."""
@@ -87,7 +90,8 @@ class ResidualForward:
 
     def _may_fuse(self, hidden_states: Tensor) -> bool:
         norm = self.layer._modules[self.flow.before_mlp]
-        return isinstance(norm, FusedNorm) and norm.may_fuse(hidden_states)
+        fusable = isinstance(norm, FusedNorm) and norm.may_fuse(hidden_states)
+        return fusable and is_unchanged(self.layer, self.settings)
 
 
 def install_residual_forwards(layers: Iterable[nn.Module]) -> None:
@@ -118,6 +122,7 @@ def find_flow(layer: nn.Module) -> Flow | None:
             with on_trial():
                 x = torch.rand(2, 3, _PROBE_WIDTH, generator=random, dtype=torch.float64)
                 twin = owned(layer, _modules=dict(stubs))
+                set_training(twin, True)  # so that a dropout shows
                 expected = type(layer).forward(twin, x, **passed)
                 bare = type(layer).forward(twin, x)
                 called = [stubs["self_attn"].seen.pop() for _ in range(2)][::-1]

@@ -97,7 +97,7 @@ class FusedFeedForward(Fused):
             same: Tensor = self.unfused(x, *args, **kwargs)
             return same
         first, dropout, down, *rest = self.net
-        quiet = not is_watched(self.net, first, dropout)
+        quiet = not is_watched(self.net, first, first._modules.get("activation", first), dropout)
         same_kind = first_kind(first) == (self.kind, self.gated)
         idle = all(not d.training or d.p == 0 for d in (dropout, *rest))
         known = quiet and same_kind and idle and can_multiply(down)

@@ -9,6 +9,7 @@ GPU, or a compiler fuses by itself, the replaced module computes instead.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Iterable
@@ -23,9 +24,10 @@ from fp8kit.formats import Scheme
 from fp8kit.modules.hooks import carry_hooks, is_watched
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.norm_formula import NormFormula, activation_codes, takes_codes
-from fp8kit.modules.parameters import any_trained
+from fp8kit.modules.parameters import any_trained, deepcopied
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops.operators import RowCodes
+from fp8kit.ops.transforms import is_transformed
 from fp8kit.runtime.replay_cache import ReplayCache
 
 FUSED_DEVICES = ("cuda",)
@@ -57,8 +59,9 @@ class Consumers:
             (m._modules, name, v) for m, name, v in self.unchanged if isinstance(v, nn.Module)
         ]
         self._settings = [u for u in self.unchanged if not isinstance(u[2], nn.Module)]
-        path = dict.fromkeys(m for m, _, _ in self.unchanged if not isinstance(m, nn.ModuleList))
-        self.modules = (*list(path)[1:], *group.members)  # a hook of the block itself sees nothing
+        self._take_code()
+        path = [m for m, _ in self._code]
+        self.modules = (*path[1:], *group.members)  # a hook of the block itself sees nothing
 
     @property
     def scheme(self) -> Scheme:
@@ -72,9 +75,23 @@ class Consumers:
             and all(m.scale_ub is None for m in self.group.members)
             and all(owned.get(name) is value for owned, name, value in self._children)
             and all(getattr(m, name, None) is value for m, name, value in self._settings)
+            and all(type(m).forward is own for m, own in self._code)
             and not is_watched(*self.modules)
             and not any_trained(*self.group.members)
         )
+
+    def _take_code(self) -> None:
+        path = dict.fromkeys(m for m, _, _ in self.unchanged if not isinstance(m, nn.ModuleList))
+        self._code = [(m, _code_of(m)) for m in path]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the code, which pickle may not find by its name."""
+        return {name: value for name, value in vars(self).items() if name != "_code"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the code as it is here."""
+        vars(self).update(state)
+        self._take_code()
 
     def hand_over(self, codes: RowCodes, x: Tensor) -> Tensor:
         """Offer codes, and give the stand-in for the tensor like ``x`` that they were made from."""
@@ -136,12 +153,12 @@ class Fused(nn.Module):
     def unfused(self, *args: Any, **kwargs: Any) -> Any:
         """Compute as the module that was replaced does."""
         replaced = self.replaced[0]
-        for name in () if torch.compiler.is_compiling() else self.parameter_names:
-            # FSDP, pruning and parametrizations put a tensor in the place of a Parameter
-            if name in self._parameters:
-                vars(replaced).pop(name, None)
-            else:
-                vars(replaced)[name] = getattr(self, name)
+        # FSDP, pruning and parametrizations put a tensor in the place of a Parameter
+        others = () if torch.compiler.is_compiling() else self.parameter_names
+        found = {name: getattr(self, name) for name in others if name not in self._parameters}
+        if found:  # for this call alone: later they may have another
+            held, replaced = vars(replaced), type(replaced).__new__(type(replaced))
+            vars(replaced).update({**held, **found})
         return replaced.forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -167,6 +184,14 @@ class Producer(Fused):
     def __init__(self, replaced: nn.Module, consumers: Consumers) -> None:
         super().__init__(replaced)
         self.consumers = consumers
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Copy what was replaced, unless the block is copied too: who else reads a copy?"""
+        block, *_ = self.consumers.unchanged[0]
+        if id(block) not in memo:
+            return copy.deepcopy(self.replaced[0], memo)
+        twin: nn.Module = deepcopied(self, memo)
+        return twin
 
     def may_offer(self, *inputs: Tensor) -> bool:
         """Return whether codes may be offered instead of a result of these inputs."""
@@ -258,8 +283,9 @@ class FusedGatedMlp(Fused):
         assert gate_proj is not None
         assert up_proj is not None
         assert down is not None
-        same_kind = activation_kind(act_fn or self.act_fn) == self.kind
-        if not (same_kind and can_multiply(down)) or any_trained(gate_proj, up_proj, down):
+        known = activation_kind(act_fn or self.act_fn) == self.kind
+        known = known and (act_fn is None or not is_watched(act_fn))
+        if not (known and can_multiply(down)) or any_trained(gate_proj, up_proj, down):
             y: Tensor = self.unfused(x)
             return y
         gate, up = gate_proj(x), up_proj(x)
@@ -268,7 +294,9 @@ class FusedGatedMlp(Fused):
 
 def may_fuse(module: nn.Module, *inputs: Tensor) -> bool:
     """Return whether device and modes permit a module to compute these inputs with our kernels."""
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or is_transformed():
+        return False
+    if not isinstance(inputs[0], Tensor):  # torch.fx traces with what has no device
         return False
     place = inputs[0].device.type
     if place not in FUSED_DEVICES or torch.is_autocast_enabled(place):
@@ -288,11 +316,19 @@ def can_multiply(layer: nn.Module) -> TypeGuard[Fp8Linear]:
 def activation_kind(act_fn: object) -> str | None:
     """Name the activation of a feed-forward, ``None`` if no kernel has it."""
     name = type(act_fn).__name__
+    if type(act_fn) is nn.SiLU and act_fn.inplace:  # others may read what it writes
+        return None
     if type(act_fn) is nn.SiLU or act_fn is F.silu or name == "SiLUActivation":
         return "silu"
     if type(act_fn) is nn.GELU:
         return "gelu_tanh" if act_fn.approximate == "tanh" else "gelu"
     return "gelu_tanh" if name in ("GELUTanh", "PytorchGELUTanh") else None
+
+
+def _code_of(module: nn.Module) -> object:
+    """Return the ``forward`` of a class, ``None`` if a compiler runs it, which reads its input."""
+    own = type(module).forward
+    return None if hasattr(own, "_torchdynamo_orig_callable") else own
 
 
 @functools.cache

@@ -7,7 +7,7 @@ optimizers' groups, savers. Where kernels may not compute, the class does.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,12 @@ _SCALARS = (bool, int, float, str, type(None))
 def settings(module: nn.Module) -> dict[str, object]:
     """Return what a module's own attributes say, by which its class may compute something else."""
     return {n: v for n, v in vars(module).items() if isinstance(v, _SCALARS) and n != "training"}
+
+
+def is_unchanged(module: nn.Module, told: Mapping[str, object]) -> bool:
+    """Return whether a module's attributes still say what they told."""
+    own = vars(module)
+    return all(own.get(name) == value for name, value in told.items())
 
 
 def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -77,7 +83,6 @@ class OwnForward:
         module, x = self.module, args[0] if args else None
         if not isinstance(x, Tensor) or not may_fuse(module, x):
             return False
-        own, weight = vars(module), module._parameters.get("weight")
-        unchanged = all(own.get(name) == value for name, value in self.settings.items())
+        weight = module._parameters.get("weight")
         fits = weight is not None and weight.device == x.device
-        return fits and unchanged and self.takes(*args)
+        return fits and is_unchanged(module, self.settings) and self.takes(*args)

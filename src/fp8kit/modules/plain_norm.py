@@ -18,8 +18,9 @@ class NormForward(OwnForward):
 
     def takes(self, x: Tensor, *others: Any) -> bool:
         """Return whether ``x`` has the columns of the weight, in an order that results keep."""
-        width = self.module.get_parameter("weight").shape[0]
-        known = not others and x.dim() > 0 and x.shape[-1] == width and _folds(x)
+        weight = self.module._parameters["weight"]  # functional_call puts a plain tensor here
+        assert weight is not None
+        known = not others and x.dim() > 0 and x.shape[-1:] == weight.shape and _folds(x)
         return known and self.formula.takes(x, self.module)
 
     def compute(self, x: Tensor, *others: Any) -> Tensor:

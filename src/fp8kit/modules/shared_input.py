@@ -150,11 +150,13 @@ class SharedInput:
         result, weights = pending.results.pop(id(member), (None, None))
         if not pending.results:
             self._pending = None
-        if weights != _OFFERED and weights != _weight_state(member):
+        changed = weights != _OFFERED and weights != _weight_state(member)
+        if result is not None and not changed:
+            return result
+        if pending.codes is None or (changed and result is None):
             return None
-        if pending.codes is not None:
-            return self._from_codes(member, pending, pending.codes)
-        return result
+        # offered: the input was never written, so that nothing else can be computed from it
+        return self._from_codes(member, pending, pending.codes)
 
     def offer(self, stand_in: Tensor, codes: RowCodes) -> None:
         """Take codes that were made elsewhere; members called with ``stand_in`` multiply them.
@@ -177,7 +179,6 @@ class SharedInput:
         first, *rest = self._split(y)
         for other, part in zip(self.members[1:], rest, strict=True):
             pending.results[id(other)] = (part, _weight_state(other))
-        pending.codes = None
         return first
 
     def _quantized_once(self, member: Fp8Linear, x: Tensor) -> Tensor:

@@ -154,15 +154,15 @@ class ReplayCache(dict[Key, Entry]):
 
     def launches(self, shape: torch.Size) -> int | None:
         """Return how many launches repeat a call with a first input of a shape, if any do."""
-        for (_, _, _, first, *_), entry in self.items():
+        for (_, _, _, first, *_), entry in list(self.items()):
             if first == shape and entry.recording is not None:
                 return len(entry.recording.steps)
         return None
 
     def _keep(self, at: Key, entry: Entry) -> None:
-        if at not in self and len(self) >= MOST_KEYS:
-            self.pop(next(iter(self), at), None)  # another thread may have dropped the oldest
         self[at] = entry
+        for oldest in list(self)[:-MOST_KEYS]:  # a list at once: other threads keep theirs
+            self.pop(oldest, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplayCache:
         """Return an empty one: addresses belong to the original."""
