@@ -694,11 +694,11 @@ def test_conversion_never_sees_what_it_did_not_plan() -> None:
     assert fp8_names(model) == ["layers.0.o_proj"]
 
 
-@pytest.mark.parametrize("reparametrized", ["weight_norm", "prune"])
+@pytest.mark.parametrize("reparametrized", ["weight_norm", "weight", "bias"])
 def test_weights_that_hooks_compute_are_left_alone(reparametrized: str) -> None:
     linear = nn.Linear(128, 128)
-    if reparametrized == "prune":
-        prune.l1_unstructured(linear, "weight", 0.5)
+    if reparametrized in ("weight", "bias"):
+        prune.l1_unstructured(linear, reparametrized, 0.5)
     else:
         with pytest.warns(FutureWarning):
             torch.nn.utils.weight_norm(linear)

@@ -180,8 +180,8 @@ def _of_state(module: nn.Module) -> str:
         return _SHARDED
     if parametrize.is_parametrized(module):
         return "its weight is parametrized; remove the parametrization first"
-    if "weight" not in module._parameters:
-        return "its weight is computed by a hook; remove weight_norm or pruning first"
+    if "weight" not in module._parameters or vars(module).get("bias") is not None:
+        return "its weight or bias is computed by a hook; remove weight_norm or pruning first"
     if hasattr(module, "_hf_hook"):
         return _DISPATCHED
     return "its forward was replaced on the instance" if "forward" in vars(module) else ""
