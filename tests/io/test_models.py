@@ -90,6 +90,32 @@ def test_a_tied_tensor_is_written_once(tmp_path: Path) -> None:
     assert not {"lm_head.weight", "again.weight", "again.weight_scale"} & tensors.keys()
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("scheme", [None, "FP8_DYNAMIC"])
+def test_biases_that_layers_share_come_back_shared(
+    tmp_path: Path, device: str, scheme: str | None
+) -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+        model[1].bias = model[0].bias
+        model.register_parameter("shift", model[0].bias)
+        return model
+
+    model = make()
+    if scheme:
+        state = {n: t for n, t in model.state_dict().items() if n in ("0.weight", "1.weight")}
+        save_file(state | {"shift": model[0].bias.detach()}, tmp_path / SHARD)
+    fp8kit.convert(model)
+    source = tmp_path / SHARD if scheme else tmp_path / "c"
+    if not scheme:
+        save(model, source)
+    with torch.device(device):
+        loaded = make()
+    load(source, loaded, scheme=scheme)
+    assert_same_tensors(model, loaded)
+    assert loaded[0].bias is loaded[1].bias is loaded.get_parameter("shift")
+
+
 def test_views_of_one_storage_are_written_in_full(tmp_path: Path) -> None:
     model = nn.Module()
     model.fc = nn.Linear(128, 256)

@@ -39,18 +39,21 @@ class Layers:
 
 
 def expected_state(model: nn.Module, layers: Layers) -> dict[str, Tensor]:
-    """Return the tensors that the model will hold once its layers are swapped."""
+    """Return the tensors that the model will hold once its layers are swapped.
+
+    A bias is still that of the dense layer: another module may hold it, too.
+    """
     state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     refuse_renamed(model, state)
     parts = {n: n.rpartition(".") for n in state}
     kept = {
         n: t
         for n, t in state.items()
-        if parts[n][0] not in layers.made or parts[n][2] not in LAYER_TENSORS
+        if parts[n][0] not in layers.made or parts[n][2] not in LAYER_TENSORS - {"bias"}
     }
     for name, layer in layers.made.items():
         for kind, tensor in layer.state_dict(keep_vars=True).items():
-            kept[named(name, kind)] = tensor
+            kept.setdefault(named(name, kind), tensor)
     for name, experts in layers.experts.items():
         held = experts.tensors(model.get_submodule(name))
         for alias in expert_layers.by_every_name(model, {name: experts}):
