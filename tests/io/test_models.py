@@ -462,6 +462,23 @@ def test_save_needs_tensors(tmp_path: Path) -> None:
         save(model, tmp_path / "c")
 
 
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        (torch.eye(4).to_sparse(), "layout torch.sparse_coo"),
+        (torch.zeros(4, dtype=torch.complex128), "dtype torch.complex128"),
+    ],
+)
+def test_tensors_that_no_file_can_hold_are_refused(
+    tmp_path: Path, held: Tensor, said: str
+) -> None:
+    model = nn.Sequential(nn.Linear(128, 128))
+    model.register_buffer("held", held)
+    fp8kit.convert(model)
+    with pytest.raises(CheckpointError, match=f"held in the state_dict is a tensor of {said}"):
+        save(model, tmp_path / "c")
+
+
 @pytest.mark.parametrize("target", ["vllm", "sglang", "transformers"])
 @pytest.mark.parametrize("scheme", ["FP8_BLOCK", "MXFP8"])
 def test_every_target_gets_blocks_and_mx(tmp_path: Path, target: str, scheme: str) -> None:

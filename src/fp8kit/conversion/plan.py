@@ -23,6 +23,7 @@ from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import holds_matrix
 from fp8kit.modules.joining import can_share
+from fp8kit.modules.parameters import held_bytes
 from fp8kit.modules.weight_parts import native_scheme
 from fp8kit.ops.validation import check_row_counts
 
@@ -174,7 +175,7 @@ def plan(
     dense = [name for name, module in modules if holds_matrix(module)]
     exclude = _patterns("exclude", exclude, named, dense)
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    size = sum(t.nbytes for t in tensors.values())
+    size = held_bytes(tensors.values())
     report = Report(str(asked), model_bytes_before=size)
     report.records = candidates.decide(model, Rules(Eligibility(model), scheme, include, exclude))
     report.notes += notes.mx_numbers(device.type, cores, asked, bool(report.stacks))
