@@ -462,6 +462,15 @@ def test_save_needs_tensors(tmp_path: Path) -> None:
         save(model, tmp_path / "c")
 
 
+def test_what_one_engine_does_not_load_is_saved_for_another(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.mixer = nn.ModuleDict({n: nn.Linear(128, 128) for n in ("in_proj", "x_proj")})
+    fp8kit.convert(model)
+    with pytest.raises(CheckpointError, match=r"vllm loads .* or save for target='transformers'"):
+        save(model, tmp_path / "c")
+    save(model, tmp_path / "c", target="transformers")
+
+
 @pytest.mark.parametrize(
     ("held", "said"),
     [
