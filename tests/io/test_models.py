@@ -116,6 +116,43 @@ def test_biases_that_layers_share_come_back_shared(
     assert loaded[0].bias is loaded[1].bias is loaded.get_parameter("shift")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
+def test_weights_that_fp8_is_not_made_from_are_named(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(128, 128))
+    state = model.state_dict()
+    save_file(state | {"0.weight": state["0.weight"].to(dtype)}, tmp_path / SHARD)
+    with pytest.raises(CheckpointError, match=rf"0\.weight: {dtype} on disk; FP8 is made from"):
+        load(tmp_path, model, scheme="FP8_DYNAMIC")
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("on_disk", "held", "said"),
+    [
+        ("module.", "", "On disk the names begin with 'module.': rename them, or pass"),
+        ("", "net.", r"names lack 'net.': pass model.get_submodule\('net'\)"),
+    ],
+)
+def test_another_beginning_of_all_names_is_told(
+    tmp_path: Path, on_disk: str, held: str, said: str
+) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128))
+
+    state = {f"{on_disk}{name}": tensor for name, tensor in make().state_dict().items()}
+    save_file(state, tmp_path / SHARD)
+    model = nn.ModuleDict({held[:-1]: make()}) if held else make()
+    with pytest.raises(CheckpointError, match=said) as caught:
+        load(tmp_path, model, scheme="FP8_DYNAMIC")
+    assert "missing=" not in str(caught.value)
+
+
+def test_layers_without_a_shape_are_not_filled(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.LazyLinear(128))
+    with pytest.raises(ConversionError, match=r"0\.weight, 0\.bias have no shape yet"):
+        load(saved(tmp_path / "c"), model)
+
+
 def test_views_of_one_storage_are_written_in_full(tmp_path: Path) -> None:
     model = nn.Module()
     model.fc = nn.Linear(128, 256)
@@ -478,9 +515,7 @@ def test_what_one_engine_does_not_load_is_saved_for_another(tmp_path: Path) -> N
         (torch.zeros(4, dtype=torch.complex128), "dtype torch.complex128"),
     ],
 )
-def test_tensors_that_no_file_can_hold_are_refused(
-    tmp_path: Path, held: Tensor, said: str
-) -> None:
+def test_tensors_that_no_file_can_hold_are_refused(tmp_path: Path, held: Tensor, said: str) -> None:
     model = nn.Sequential(nn.Linear(128, 128))
     model.register_buffer("held", held)
     fp8kit.convert(model)

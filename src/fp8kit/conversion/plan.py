@@ -270,6 +270,17 @@ def _patterns(
     return patterns
 
 
+def refuse_lazy(model: nn.Module) -> None:
+    """Refuse a model with tensors that have no shape yet; raises ``ConversionError``."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    if lazy := [name for name, held in tensors if is_lazy(held)]:
+        raise ConversionError(
+            f"{some_of(lazy)} have no shape yet.",
+            "A layer gets it when the model runs for the first time (nn.LazyLinear).",
+            "Call the model on one batch first.",
+        )
+
+
 def refuse_static(scheme: Scheme) -> None:
     """Refuse to quantize to a static scheme while loading; raises ``ConversionError``."""
     if scheme.static:
@@ -313,12 +324,7 @@ def _check_arguments(model: object, calibrate: object) -> None:
             "Layers are replaced in the Python module; TorchScript has compiled its code.",
             "Convert the module that was scripted or traced.",
         )
-    if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
-        raise ConversionError(
-            f"The parameters {some_of(lazy)} have no shape yet.",
-            "A layer gets it when the model runs for the first time (nn.LazyLinear).",
-            "Call the model on one batch, then convert it.",
-        )
+    refuse_lazy(model)
     if calibrate is not None and not callable(calibrate):
         raise InvalidType(
             f"Got calibrate of type {type(calibrate).__name__}.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.patterns import matches
 from fp8kit.errors import CheckpointError
-from fp8kit.formats import Scheme
+from fp8kit.formats import FLOATS, Scheme
 from fp8kit.modules.expert_tensors import FROZEN_KINDS
 from fp8kit.modules.hooks import LAYER_TENSORS
 from fp8kit.modules.linear import Fp8Linear
@@ -87,6 +87,10 @@ def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: 
         n for n in absent if not any(matches(p, n.rpartition(".")[0]) for p in layers.missing)
     ]
     problems += [f"{n}: not on disk" for n in absent]
+    for weight in (named(n, "weight") for n in layers.made.keys() - checkpoint.layers.keys()):
+        held = checkpoint.tensors[weight].dtype if weight in checkpoint.tensors else FLOATS[0]
+        if held not in FLOATS:
+            problems.append(f"{weight}: {held} on disk; FP8 is made from bf16, fp16 or fp32")
     if strict:
         unknown = (n for n in sorted(found.unused) if not has_home(model, checkpoint, n))
         problems += [f"{name}: not in the model" for name in unknown]
@@ -97,15 +101,17 @@ def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: 
         raise CheckpointError(
             f"{checkpoint.path} does not fit {type(model).__name__}:\n  {listed}\n",
             f"All tensors must match; {len(problems)} do not.",
-            _remedy(bool(lost), len(problems) > len(lost), absent),
+            _remedy(bool(lost), len(problems) > len(lost), absent, tensors.keys()),
         )
     return sorted(found.unused)
 
 
-def _remedy(lost: bool, others: bool, absent: Sequence[str]) -> str:
+def _remedy(lost: bool, others: bool, absent: Sequence[str], on_disk: Collection[str]) -> str:
     """Say what to do about buffers that get values as a model is built, and about the rest."""
     said = ["Pass the model that the checkpoint was made from."] if others else []
-    if absent:
+    if absent and (renamed := _other_prefix(absent, on_disk)):
+        said = [renamed]
+    elif absent:
         new = absent[0].rpartition(".")[0]
         said.append(f"To keep what the model has, such as a new head, pass missing=['{new}'].")
     if lost:
@@ -116,6 +122,29 @@ def _remedy(lost: bool, others: bool, absent: Sequence[str]) -> str:
             " Transformers directory leave the model out: fp8kit.load builds it."
         )
     return " ".join(said)
+
+
+def _other_prefix(absent: Sequence[str], on_disk: Collection[str]) -> str:
+    """Say so if most names that are not on disk are there with another beginning."""
+    name = absent[0]
+    parts = name.split(".")
+    for disk in on_disk:
+        prefix = disk.removesuffix(name)
+        if disk.endswith(f".{name}") and _most(f"{prefix}{n}" in on_disk for n in absent):
+            return (
+                f"On disk the names begin with {prefix!r}: rename them, or pass a module that "
+                f"holds this one as {prefix[:-1]!r}."
+            )
+    for at in range(1, len(parts)):
+        prefix = ".".join(parts[:at]) + "."
+        if _most(n.startswith(prefix) and n.removeprefix(prefix) in on_disk for n in absent):
+            return f"On disk the names lack {prefix!r}: pass model.get_submodule({prefix[:-1]!r})."
+    return ""
+
+
+def _most(found: Iterable[bool]) -> bool:
+    known = list(found)
+    return 2 * sum(known) > len(known)
 
 
 def _made_here(model: nn.Module, layers: Layers, covered: set[str]) -> set[str]:

@@ -64,8 +64,11 @@ def is_finite(q: QTensor) -> bool:
 
 
 def quantized(dense: Tensor, scheme: Scheme, name: str) -> QTensor:
-    """Quantize a weight ``[N, K]``; raises ``ConversionError`` for NaN or infinities."""
-    q = quantize_weight(dense, scheme)
+    """Quantize a weight ``[N, K]``; raises ``ConversionError`` for NaN or infinities.
+
+    Raises ``TypeError`` if it is not bf16, fp16 or fp32.
+    """
+    q = quantize_weight(dense, scheme, name)
     if not is_finite(q):
         raise not_finite([name])
     return q
