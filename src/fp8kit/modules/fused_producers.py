@@ -26,7 +26,7 @@ from fp8kit.modules.norm_formula import NormFormula, activation_codes, takes_cod
 from fp8kit.modules.parameters import any_trained
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops.operators import RowCodes
-from fp8kit.runtime.replay_cache import ReplayCache
+from fp8kit.runtime.replay_cache import ReplayCache, jit_tracing
 
 FUSED_DEVICES = ("cuda",)
 # attributes of fused modules themselves, whatever the modules they replace have
@@ -268,7 +268,7 @@ class FusedGatedMlp(Fused):
 
 def may_fuse(module: nn.Module, *inputs: Tensor) -> bool:
     """Return whether device and modes permit a module to compute these inputs with our kernels."""
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or jit_tracing():
         return False
     place = inputs[0].device.type
     if place not in FUSED_DEVICES or torch.is_autocast_enabled(place):
