@@ -129,8 +129,8 @@ def test_weights_that_fp8_is_not_made_from_are_named(tmp_path: Path, dtype: torc
 @pytest.mark.parametrize(
     ("on_disk", "held", "said"),
     [
-        ("module.", "", "On disk the names begin with 'module.': rename them, or pass"),
-        ("", "net.", r"names lack 'net.': pass model.get_submodule\('net'\)"),
+        ("module.", "", "The names that came begin with 'module.': rename them, or pass"),
+        ("", "net.", r"lack 'net.': rename them, or pass model.get_submodule\('net'\)"),
     ],
 )
 def test_another_beginning_of_all_names_is_told(
@@ -145,6 +145,11 @@ def test_another_beginning_of_all_names_is_told(
     with pytest.raises(CheckpointError, match=said) as caught:
         load(tmp_path, model, scheme="FP8_DYNAMIC")
     assert "missing=" not in str(caught.value)
+    fp8kit.convert(model)
+    with pytest.raises(CheckpointError, match=f"None of what came is in the model.*{said}"):
+        fp8kit.load_weights(model, state)
+    with pytest.warns(UserWarning, match="tensors that the model does not use"):
+        fp8kit.load_weights(model, {"new.weight": torch.zeros(1)})
 
 
 def test_layers_without_a_shape_are_not_filled(tmp_path: Path) -> None:

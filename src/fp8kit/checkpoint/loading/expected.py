@@ -109,7 +109,7 @@ def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: 
 def _remedy(lost: bool, others: bool, absent: Sequence[str], on_disk: Collection[str]) -> str:
     """Say what to do about buffers that get values as a model is built, and about the rest."""
     said = ["Pass the model that the checkpoint was made from."] if others else []
-    if absent and (renamed := _other_prefix(absent, on_disk)):
+    if absent and (renamed := other_beginning(absent, on_disk)):
         said = [renamed]
     elif absent:
         new = absent[0].rpartition(".")[0]
@@ -124,27 +124,30 @@ def _remedy(lost: bool, others: bool, absent: Sequence[str], on_disk: Collection
     return " ".join(said)
 
 
-def _other_prefix(absent: Sequence[str], on_disk: Collection[str]) -> str:
-    """Say so if most names that are not on disk are there with another beginning."""
+def other_beginning(absent: Sequence[str], given: Collection[str]) -> str:
+    """Say what to do if most absent names of a model were given with another beginning."""
     name = absent[0]
-    parts = name.split(".")
-    for disk in on_disk:
-        prefix = disk.removesuffix(name)
-        if disk.endswith(f".{name}") and _most(f"{prefix}{n}" in on_disk for n in absent):
+    for other in given:
+        prefix = other.removesuffix(name)
+        if other.endswith(f".{name}") and _most(f"{prefix}{n}" in given for n in absent):
             return (
-                f"On disk the names begin with {prefix!r}: rename them, or pass a module that "
+                f"The names that came begin with {prefix!r}: rename them, or pass a module that "
                 f"holds this one as {prefix[:-1]!r}."
             )
+    parts = name.split(".")
     for at in range(1, len(parts)):
         prefix = ".".join(parts[:at]) + "."
-        if _most(n.startswith(prefix) and n.removeprefix(prefix) in on_disk for n in absent):
-            return f"On disk the names lack {prefix!r}: pass model.get_submodule({prefix[:-1]!r})."
+        if _most(n.startswith(prefix) and n.removeprefix(prefix) in given for n in absent):
+            return (
+                f"The names that came lack {prefix!r}: rename them, or pass "
+                f"model.get_submodule({prefix[:-1]!r})."
+            )
     return ""
 
 
 def _most(found: Iterable[bool]) -> bool:
     known = list(found)
-    return 2 * sum(known) > len(known)
+    return 2 * sum(known) >= len(known)  # scales of weights that are quantized do not come
 
 
 def _made_here(model: nn.Module, layers: Layers, covered: set[str]) -> set[str]:
