@@ -39,6 +39,11 @@ SIDE_FILES = (
     "image_processor_config.json",
     "video_preprocessor_config.json",
     "feature_extractor_config.json",
+    # of sentence-transformers: without them engines pool and normalize embeddings otherwise
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_*_config.json",
+    "[1-9]_*/*",  # 1_Pooling, 2_Dense
     "*.py",
     "LICENSE*",
     "NOTICE*",
