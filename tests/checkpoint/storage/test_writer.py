@@ -160,8 +160,10 @@ def test_side_files_come_from_the_source(tmp_path: Path) -> None:
     assert {p: p.read_bytes() for p in source.rglob("*") if p.is_file()} == before
 
 
-def test_what_pools_embeddings_comes_from_the_source(tmp_path: Path) -> None:
+def test_what_other_libraries_ask_for_comes_from_the_source(tmp_path: Path) -> None:
     wanted = {
+        *("bpe.codes", "dict.txt", "emoji.json", "byte_maps.json", "word_shape.json"),
+        *("entity_vocab.json", "audio_tokenizer_config.json", "spk_dict.pt"),
         "modules.json",
         "config_sentence_transformers.json",
         "sentence_bert_config.json",
