@@ -152,6 +152,15 @@ def test_another_beginning_of_all_names_is_told(
         fp8kit.load_weights(model, {"new.weight": torch.zeros(1)})
 
 
+def test_an_expanded_buffer_is_filled(tmp_path: Path) -> None:
+    models = [nn.Sequential(nn.Linear(128, 128)) for _ in range(2)]
+    for model, value in zip(models, (torch.ones(4), torch.zeros(4)), strict=True):
+        model.register_buffer("positions", value.expand(3, 4))
+    fp8kit.convert(models[0])
+    save(models[0], tmp_path / "c")
+    assert_same_tensors(models[0], load(tmp_path / "c", models[1]))
+
+
 def test_layers_without_a_shape_are_not_filled(tmp_path: Path) -> None:
     model = nn.Sequential(nn.LazyLinear(128))
     with pytest.raises(ConversionError, match=r"0\.weight, 0\.bias have no shape yet"):
