@@ -694,11 +694,11 @@ def test_conversion_never_sees_what_it_did_not_plan() -> None:
     assert fp8_names(model) == ["layers.0.o_proj"]
 
 
-@pytest.mark.parametrize("reparametrized", ["weight_norm", "prune"])
+@pytest.mark.parametrize("reparametrized", ["weight_norm", "weight", "bias"])
 def test_weights_that_hooks_compute_are_left_alone(reparametrized: str) -> None:
     linear = nn.Linear(128, 128)
-    if reparametrized == "prune":
-        prune.l1_unstructured(linear, "weight", 0.5)
+    if reparametrized in ("weight", "bias"):
+        prune.l1_unstructured(linear, reparametrized, 0.5)
     else:
         with pytest.warns(FutureWarning):
             torch.nn.utils.weight_norm(linear)
@@ -706,6 +706,22 @@ def test_weights_that_hooks_compute_are_left_alone(reparametrized: str) -> None:
     report = unconverted(model)
     assert "computed by a hook" in report.skipped[0].reason
     assert model(torch.randn(2, 128)).isfinite().all()
+
+
+def test_sparse_tensors_stay_and_are_counted() -> None:
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    dense = fp8kit.plan(model).report.model_bytes_before
+    links = torch.eye(256).to_sparse()
+    model.register_buffer("links", links)  # of a graph, say
+    model.register_parameter("table", nn.Parameter(links.clone()))
+    model[1].weight = nn.Parameter(torch.eye(128).to_sparse())
+    report = fp8kit.convert(model)
+    assert fp8_names(model) == ["0"]
+    reasons = {r.name: r.reason for r in report.skipped}
+    assert "its weight is torch.sparse_coo" in reasons["1"]
+    # one number, and a row and a column in int64
+    held = 2 * 256 * (4 + 8 + 8) + 128 * (4 + 8 + 8) - 128 * 128 * 4
+    assert report.model_bytes_before == dense + held
 
 
 def test_encoder_layers_with_a_fast_path_keep_working() -> None:

@@ -253,6 +253,8 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "integrations/test_torch.py::test_inference_mode_and_no_grad_agree"),
         Row("works", "`FlopCounterMode`",
             "integrations/test_flop_counter.py::test_linear_layers_forward_and_backward"),
+        Row("works", "`jit.trace`", "modules/test_shared_input.py::test_a_trace_takes_other_rows",
+            "siblings, norms and activations compute one by one"),
         Row("refused", "`jit.script`", "integrations/test_torch.py::test_scripting_is_refused"),
     ),
 }  # fmt: skip

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fp8kit
-from fp8kit.errors import CheckpointError
+from fp8kit.errors import CheckpointError, ConversionError
 from fp8kit.formats import SCHEMES
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
@@ -256,6 +256,22 @@ def test_a_device_map_counts_codes_as_bytes(faked_cuda: Callable[..., None]) -> 
         max_memory=room,
         no_split_module_classes=["Block"],
     ) == {"0": 0, "1": 1, "2": "cpu", "3": "cpu"}
+
+
+def test_values_are_not_lost_while_accelerate_moves_to_meta(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(128, 128))
+
+    converted, dense = model(), model()
+    fp8kit.convert(converted)
+    fp8kit.save(converted, tmp_path / "c")
+    with accelerate.init_empty_weights():
+        with pytest.raises(ConversionError, match=r"every new parameter to the meta.*after the"):
+            fp8kit.convert(dense)
+        with pytest.raises(ConversionError, match="every new parameter to the meta"):
+            fp8kit.load(tmp_path / "c", model())
+    assert type(dense[0]) is nn.Linear
+    assert len(fp8kit.convert(dense).converted) == 1
 
 
 def test_an_accelerator_prepares_a_model() -> None:

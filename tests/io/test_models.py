@@ -90,6 +90,83 @@ def test_a_tied_tensor_is_written_once(tmp_path: Path) -> None:
     assert not {"lm_head.weight", "again.weight", "again.weight_scale"} & tensors.keys()
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("scheme", [None, "FP8_DYNAMIC"])
+def test_biases_that_layers_share_come_back_shared(
+    tmp_path: Path, device: str, scheme: str | None
+) -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+        model[1].bias = model[0].bias
+        model.register_parameter("shift", model[0].bias)
+        return model
+
+    model = make()
+    if scheme:
+        state = {n: t for n, t in model.state_dict().items() if n in ("0.weight", "1.weight")}
+        save_file(state | {"shift": model[0].bias.detach()}, tmp_path / SHARD)
+    fp8kit.convert(model)
+    source = tmp_path / SHARD if scheme else tmp_path / "c"
+    if not scheme:
+        save(model, source)
+    with torch.device(device):
+        loaded = make()
+    load(source, loaded, scheme=scheme)
+    assert_same_tensors(model, loaded)
+    assert loaded[0].bias is loaded[1].bias is loaded.get_parameter("shift")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
+def test_weights_that_fp8_is_not_made_from_are_named(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(128, 128))
+    state = model.state_dict()
+    save_file(state | {"0.weight": state["0.weight"].to(dtype)}, tmp_path / SHARD)
+    with pytest.raises(CheckpointError, match=rf"0\.weight: {dtype} on disk; FP8 is made from"):
+        load(tmp_path, model, scheme="FP8_DYNAMIC")
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("on_disk", "held", "said"),
+    [
+        ("module.", "", "The names that came begin with 'module.': rename them, or pass"),
+        ("", "net.", r"lack 'net.': rename them, or pass model.get_submodule\('net'\)"),
+    ],
+)
+def test_another_beginning_of_all_names_is_told(
+    tmp_path: Path, on_disk: str, held: str, said: str
+) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128))
+
+    state = {f"{on_disk}{name}": tensor for name, tensor in make().state_dict().items()}
+    save_file(state, tmp_path / SHARD)
+    model = nn.ModuleDict({held[:-1]: make()}) if held else make()
+    with pytest.raises(CheckpointError, match=said) as caught:
+        load(tmp_path, model, scheme="FP8_DYNAMIC")
+    assert "missing=" not in str(caught.value)
+    fp8kit.convert(model)
+    with pytest.raises(CheckpointError, match=f"None of what came is in the model.*{said}"):
+        fp8kit.load_weights(model, state)
+    with pytest.warns(UserWarning, match="tensors that the model does not use"):
+        fp8kit.load_weights(model, {"new.weight": torch.zeros(1)})
+
+
+def test_an_expanded_buffer_is_filled(tmp_path: Path) -> None:
+    models = [nn.Sequential(nn.Linear(128, 128)) for _ in range(2)]
+    for model, value in zip(models, (torch.ones(4), torch.zeros(4)), strict=True):
+        model.register_buffer("positions", value.expand(3, 4))
+    fp8kit.convert(models[0])
+    save(models[0], tmp_path / "c")
+    assert_same_tensors(models[0], load(tmp_path / "c", models[1]))
+
+
+def test_layers_without_a_shape_are_not_filled(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.LazyLinear(128))
+    with pytest.raises(ConversionError, match=r"0\.weight, 0\.bias have no shape yet"):
+        load(saved(tmp_path / "c"), model)
+
+
 def test_views_of_one_storage_are_written_in_full(tmp_path: Path) -> None:
     model = nn.Module()
     model.fc = nn.Linear(128, 256)
@@ -446,6 +523,30 @@ def test_save_needs_tensors(tmp_path: Path) -> None:
     model = Odd().bfloat16()
     fp8kit.convert(model)
     with pytest.raises(CheckpointError, match="_extra_state in the state_dict is dict"):
+        save(model, tmp_path / "c")
+
+
+def test_what_one_engine_does_not_load_is_saved_for_another(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.mixer = nn.ModuleDict({n: nn.Linear(128, 128) for n in ("in_proj", "x_proj")})
+    fp8kit.convert(model)
+    with pytest.raises(CheckpointError, match=r"vllm loads .* or save for target='transformers'"):
+        save(model, tmp_path / "c")
+    save(model, tmp_path / "c", target="transformers")
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        (torch.eye(4).to_sparse(), "layout torch.sparse_coo"),
+        (torch.zeros(4, dtype=torch.complex128), "dtype torch.complex128"),
+    ],
+)
+def test_tensors_that_no_file_can_hold_are_refused(tmp_path: Path, held: Tensor, said: str) -> None:
+    model = nn.Sequential(nn.Linear(128, 128))
+    model.register_buffer("held", held)
+    fp8kit.convert(model)
+    with pytest.raises(CheckpointError, match=f"held in the state_dict is a tensor of {said}"):
         save(model, tmp_path / "c")
 
 

@@ -87,6 +87,19 @@ def test_fused_models_compute_what_separate_layers_do(name: str, device: torch.d
         )
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_takes_other_rows() -> None:
+    model = build("llama", torch.device("cpu"))
+    fp8kit.convert(model)
+    block = model.model.layers[0]
+    fused = nn.Sequential(block.post_attention_layernorm, block.mlp)
+    x = torch.randn(2, 3, 128).bfloat16()
+    with torch.no_grad():
+        traced = torch.jit.trace(fused, x)
+        for other in (x, x.transpose(0, 1), x[0]):
+            assert_bits_equal(traced(other), fused(other))
+
+
 def has_norm_forward(module: nn.Module) -> bool:
     return isinstance(vars(module).get("forward"), NormForward)
 

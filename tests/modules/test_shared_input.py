@@ -677,6 +677,20 @@ def test_shared_is_traced_with_fake_tensors(device: torch.device) -> None:
         assert_bits_equal(traced(x), run(x))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("unchanging", [False, True])
+def test_a_trace_takes_other_rows(unchanging: bool) -> None:
+    layers = siblings(torch.device("cpu"))
+    SharedInput(layers, unchanging)
+    model = nn.ModuleList(layers)
+    model.forward = lambda x: torch.cat([layer(x) for layer in layers], -1)
+    x = tokens(torch.device("cpu"))
+    with torch.no_grad():
+        traced = torch.jit.trace(model, x)
+        for other in (x, x.transpose(0, 1), x[:1], x[0]):
+            assert_bits_equal(traced(other), model(other))
+
+
 def test_shared_under_vmap(device: torch.device) -> None:
     layers = siblings(device)
     x = tokens(device)

@@ -12,6 +12,7 @@ from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import Dialect, JsonObject
 from fp8kit.checkpoint.expert_names import ExpertLayer, own_names, split_experts, tensors_of
 from fp8kit.checkpoint.schema.naming import MARKERS, dense_stacks, named, sort_names
+from fp8kit.checkpoint.storage.headers import DTYPES
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import FP8_FORMATS, TENSOR, Scheme
@@ -65,12 +66,14 @@ def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:
     """
     state = model.state_dict(keep_vars=True)
     refuse_renamed(model, state)
-    odd = [n for n, t in state.items() if not isinstance(t, Tensor)]
+    odd = {n: kind for n, t in state.items() if (kind := _unheld(t))}
     if odd:
+        name = next(iter(odd))
         raise CheckpointError(
-            f"{odd[0]} in the state_dict is {type(state[odd[0]]).__name__}, not a tensor.",
-            "safetensors files hold tensors only.",
-            "Keep such state outside of the state_dict (get_extra_state).",
+            f"{name} in the state_dict is {odd[name]}.",
+            "safetensors files hold plain tensors only, of the dtypes that they know.",
+            "Keep such state outside of the state_dict (get_extra_state, or a buffer with "
+            "persistent=False), or as plain tensors.",
         )
     absent = [n for n, t in state.items() if t.is_meta or _is_distributed(t)]
     if absent:
@@ -212,6 +215,15 @@ def with_quantization(
         merged["text_config"] = {k: v for k, v in text.items() if k not in _QUANTIZATION} | untied
     merged["dtype"] = str(dtype).removeprefix("torch.")
     return {**merged, "quantization_config": quantization}
+
+
+def _unheld(held: object) -> str:
+    """Say what something is that no safetensors file can hold; empty of what one can."""
+    if not isinstance(held, Tensor):
+        return f"{type(held).__name__}, not a tensor"
+    if held.layout != torch.strided:
+        return f"a tensor of layout {held.layout}"
+    return "" if held.dtype in DTYPES.values() else f"a tensor of dtype {held.dtype}"
 
 
 def _is_distributed(tensor: Tensor) -> bool:

@@ -19,6 +19,7 @@ from fp8kit.formats import BLOCK, MX, Scheme, scale_dtype, scale_shape
 from fp8kit.modules.dense import as_linear, is_linear
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.parameters import held_bytes
 from fp8kit.modules.stacked_experts import held_tensors
 
 _STATIC = "static input scales of experts come from a checkpoint, not from calibration"
@@ -127,7 +128,7 @@ class Candidates:
 
 
 def _record(module: nn.Module, names: Sequence[str], shape: tuple[int, ...]) -> Record:
-    size = sum(p.nbytes for p in module.parameters(recurse=False))
+    size = held_bytes(module.parameters(recurse=False))
     kind, aliases = type(module).__name__, tuple(names[1:])
     return Record(
         names[0], kind, shape, "skip", bytes_before=size, bytes_after=size, aliases=aliases

@@ -24,6 +24,7 @@ from fp8kit.modules.dense import extras, is_linear, unlike_linear
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.hooks import own_names
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.parameters import held_bytes
 
 # modules of Transformers and diffusers name here what a cast to 16 bits must leave alone
 _KEPT = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
@@ -127,6 +128,8 @@ class Eligibility:
         if is_traceable_wrapper_subclass(weight):
             kind = type(weight)
             return f"its weight is a {kind.__name__} of {kind.__module__.partition('.')[0]}"
+        if weight.layout != torch.strided:
+            return f"its weight is {weight.layout}; FP8 is made from plain tensors"
         if weight.dtype not in FLOATS:
             return f"its weight is {weight.dtype}; FP8 is made from bf16, fp16 or fp32"
         if id(weight) in self._tied or (not weight.is_meta and weight.data_ptr() in self._tied):
@@ -156,8 +159,8 @@ def bypassed(module: nn.Module, name: str, reason: str = "") -> list[Record]:
             tuple(p.shape),
             "skip",
             reason,
-            p.nbytes,
-            p.nbytes,
+            held_bytes([p]),
+            held_bytes([p]),
         )
         for p_name, p in module.named_parameters(recurse=False)
         if p.dim() >= 2 and p.numel() >= SMALLEST_WEIGHT
@@ -180,8 +183,8 @@ def _of_state(module: nn.Module) -> str:
         return _SHARDED
     if parametrize.is_parametrized(module):
         return "its weight is parametrized; remove the parametrization first"
-    if "weight" not in module._parameters:
-        return "its weight is computed by a hook; remove weight_norm or pruning first"
+    if "weight" not in module._parameters or vars(module).get("bias") is not None:
+        return "its weight or bias is computed by a hook; remove weight_norm or pruning first"
     if hasattr(module, "_hf_hook"):
         return _DISPATCHED
     return "its forward was replaced on the instance" if "forward" in vars(module) else ""
@@ -276,6 +279,7 @@ def _tied_weights(model: nn.Module) -> set[int]:
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
             owners[id(p)].add((id(module), name))
-            if not p.is_meta and p.numel() and not is_traceable_wrapper_subclass(p):
+            plain = p.layout == torch.strided and not is_traceable_wrapper_subclass(p)
+            if plain and not p.is_meta and p.numel():
                 owners[p.data_ptr()].add((id(module), name))
     return {key for key, users in owners.items() if len(users) > 1}

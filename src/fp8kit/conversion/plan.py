@@ -23,6 +23,7 @@ from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import holds_matrix
 from fp8kit.modules.joining import can_share
+from fp8kit.modules.parameters import held_bytes
 from fp8kit.modules.weight_parts import native_scheme
 from fp8kit.ops.validation import check_row_counts
 
@@ -174,7 +175,7 @@ def plan(
     dense = [name for name, module in modules if holds_matrix(module)]
     exclude = _patterns("exclude", exclude, named, dense)
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    size = sum(t.nbytes for t in tensors.values())
+    size = held_bytes(tensors.values())
     report = Report(str(asked), model_bytes_before=size)
     report.records = candidates.decide(model, Rules(Eligibility(model), scheme, include, exclude))
     report.notes += notes.mx_numbers(device.type, cores, asked, bool(report.stacks))
@@ -269,6 +270,17 @@ def _patterns(
     return patterns
 
 
+def refuse_lazy(model: nn.Module) -> None:
+    """Refuse a model with tensors that have no shape yet; raises ``ConversionError``."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    if lazy := [name for name, held in tensors if is_lazy(held)]:
+        raise ConversionError(
+            f"{some_of(lazy)} have no shape yet.",
+            "A layer gets it when the model runs for the first time (nn.LazyLinear).",
+            "Call the model on one batch first.",
+        )
+
+
 def refuse_static(scheme: Scheme) -> None:
     """Refuse to quantize to a static scheme while loading; raises ``ConversionError``."""
     if scheme.static:
@@ -312,12 +324,7 @@ def _check_arguments(model: object, calibrate: object) -> None:
             "Layers are replaced in the Python module; TorchScript has compiled its code.",
             "Convert the module that was scripted or traced.",
         )
-    if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
-        raise ConversionError(
-            f"The parameters {some_of(lazy)} have no shape yet.",
-            "A layer gets it when the model runs for the first time (nn.LazyLinear).",
-            "Call the model on one batch, then convert it.",
-        )
+    refuse_lazy(model)
     if calibrate is not None and not callable(calibrate):
         raise InvalidType(
             f"Got calibrate of type {type(calibrate).__name__}.",

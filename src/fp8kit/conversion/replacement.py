@@ -6,6 +6,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fp8kit.conversion import calibration
@@ -92,7 +93,20 @@ def _unchanged_experts(model: nn.Module, report: Report) -> list[tuple[nn.Module
     return experts
 
 
+def refuse_empty_weights() -> None:
+    """Refuse to lose values: within accelerate's block new Parameters go to the meta device."""
+    probe = nn.Module()
+    probe.register_parameter("made", nn.Parameter(torch.empty(0, device="cpu")))
+    if probe.get_parameter("made").is_meta:
+        raise ConversionError(
+            "Code moves every new parameter to the meta device, as accelerate.init_empty_weights.",
+            "Layers are made FP8 with their values.",
+            "Build the model in that block, and convert or load it after the block.",
+        )
+
+
 def _check_values(model: nn.Module, report: Report) -> None:
+    refuse_empty_weights()
     weights = {r.name: [linear_at(model, r.name).weight] for r in report.linears}
     weights |= {r.name: [*model.get_submodule(r.name).parameters()] for r in report.stacks}
     on_meta = [name for name, held in weights.items() if any(w.is_meta for w in held)]

@@ -47,7 +47,7 @@ from fp8kit.modules.hooks import become
 from fp8kit.modules.libraries import run_through
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.mx_forms import named_form, settle
-from fp8kit.modules.parameters import frozen
+from fp8kit.modules.parameters import frozen, held_bytes
 
 if saving.METHOD not in ALL_EXPERTS_FUNCTIONS:
     # FP8 experts compute by a forward of their own, whatever the model's setting; others do as ever
@@ -252,7 +252,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         if self.report is not None:  # on meta, tied weights still counted twice
             grown = self.report.model_bytes_after - self.report.model_bytes_before
             tensors = (*model.parameters(), *model.buffers())
-            self.report.model_bytes_before = sum(t.nbytes for t in tensors) - grown
+            self.report.model_bytes_before = held_bytes(tensors) - grown
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, str]]:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.checkpoint.loading import into_module
-from fp8kit.checkpoint.loading.expected import Layers
+from fp8kit.checkpoint.loading.expected import Layers, other_beginning
 from fp8kit.checkpoint.loading.placement import Placement
+from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, InvalidType, InvalidValue
 from fp8kit.formats import FLOATS, Scheme
 from fp8kit.io.arguments import as_device
@@ -60,9 +61,11 @@ def load_weights(
 
     Raises:
         CheckpointError: if a tensor arrives twice, does not fit, or contradicts its scale; and
-            without ``partial``, if a weight is not whole or a tensor still on meta.
+            without ``partial``, if a weight is not whole, a tensor still on meta, or all names
+            begin otherwise than the model's, as ``module.`` does.
         ConversionError: if a weight cannot be quantized, and as ``fp8kit.plan`` raises it.
-        TypeError: if ``model`` is no module, or something that arrives is no name with a tensor.
+        TypeError: if ``model`` is no module, something that arrives is no name with a tensor, or a
+            weight to quantize is not bf16, fp16 or fp32.
         ValueError: for an unknown scheme, patterns without one, or a device that is not there.
 
     Example:
@@ -89,6 +92,13 @@ def load_weights(
         if partial:
             _UNFINISHED[model] = load
             return set(arrivals.placed)
+        if arrivals.unused and not arrivals.placed:
+            if remedy := other_beginning(list(arrivals.shapes), set(arrivals.unused)):
+                raise CheckpointError(
+                    f"None of what came is in the model: {some_of(arrivals.unused)}.",
+                    f"Its names are {some_of([*arrivals.shapes])}.",
+                    remedy,
+                )
         into_module.end(model, layers, arrivals)
         if where is not None:
             model.to(where)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fp8kit import functional
-from fp8kit.errors import CheckpointError
-from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme, check_scale
+from fp8kit.errors import CheckpointError, InvalidType
+from fp8kit.formats import FLOATS, FP8_FORMATS, MX, QTensor, Scheme, check_scale
 from fp8kit.ops import validation
 from fp8kit.quantizers.rebase import Rebased, rebase
 
@@ -70,7 +70,7 @@ def quantized_entries(
             "Drop the scale, load the FP8 weight it belongs to, or view bytes of codes as FP8.",
         )
     device = weight.device if assign else layer.codes.device
-    q = quantize_weight(weight.detach().to(device), layer.scheme)
+    q = quantize_weight(weight.detach().to(device), layer.scheme, f"{prefix}weight")
     entries = state_dict | stored_entries(q, layer.scheme, prefix)
     if layer.input_scale is not None:  # a dense checkpoint keeps what calibration found
         entries.setdefault(prefix + "input_scale", layer.input_scale.detach())
@@ -138,11 +138,17 @@ def stored_entries(
     return {prefix + own: tensor for own, tensor in found.items()}
 
 
-def quantize_weight(weight: Tensor, scheme: Scheme) -> QTensor:
+def quantize_weight(weight: Tensor, scheme: Scheme, name: str = "The weight") -> QTensor:
     """Quantize a dense weight ``[N, K]`` as a checkpoint of a scheme stores it.
 
-    It is bf16, fp16 or fp32; raises ``TypeError`` if it is not a float tensor.
+    It is bf16, fp16 or fp32; raises ``TypeError``, with its ``name``, if it is not.
     """
+    if isinstance(weight, Tensor) and weight.dtype not in FLOATS:
+        raise InvalidType(
+            f"{name} is {weight.dtype}.",
+            "FP8 is made from bf16, fp16 or fp32.",
+            "Cast it, by .float(), if it holds numbers; or leave its layer dense.",
+        )
     group = MX if scheme.rebased else scheme.weight
     return functional.quantize(
         weight,

@@ -28,7 +28,7 @@ from fp8kit.modules.parameters import any_trained, deepcopied
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops.operators import RowCodes
 from fp8kit.ops.transforms import is_transformed
-from fp8kit.runtime.replay_cache import ReplayCache
+from fp8kit.runtime.replay_cache import ReplayCache, jit_tracing
 
 FUSED_DEVICES = ("cuda",)
 # attributes of fused modules themselves, whatever the modules they replace have
@@ -296,7 +296,7 @@ def may_fuse(module: nn.Module, *inputs: Tensor) -> bool:
     """Return whether device and modes permit a module to compute these inputs with our kernels."""
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or is_transformed():
         return False
-    if not isinstance(inputs[0], Tensor):  # torch.fx traces with what has no device
+    if jit_tracing() or not isinstance(inputs[0], Tensor):  # torch.fx traces without tensors
         return False
     place = inputs[0].device.type
     if place not in FUSED_DEVICES or torch.is_autocast_enabled(place):

@@ -21,6 +21,12 @@ def frozen(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of what tensors hold, of sparse ones too, for which torch does not tell."""
+    parts = ((t._indices(), t._values()) if t.is_sparse else (t,) for t in tensors)
+    return sum(part.nbytes for held in parts for part in held)
+
+
 def any_trained(*layers: nn.Module | None) -> bool:
     """Return whether a Parameter of these modules collects gradients now."""
     return torch.is_grad_enabled() and any(

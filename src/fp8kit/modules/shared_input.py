@@ -32,7 +32,7 @@ from fp8kit.modules.tracing import constant_in_graphs
 from fp8kit.ops import operators
 from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime.joined_memory import as_one
-from fp8kit.runtime.replay_cache import Operator, Options, ReplayCache, is_traced
+from fp8kit.runtime.replay_cache import Operator, Options, ReplayCache, is_traced, jit_tracing
 from fp8kit.runtime.weight_hazards import invalidate, join, version
 
 _JOINED_DEVICES = ("cpu", "cuda")  # where memory changes hands by DLPack, both ways
@@ -101,7 +101,8 @@ class SharedInput:
         if waiting is not None:
             return waiting
         leads = member is self.members[0] and (self.unchanging or not x.is_inference())
-        leads = leads and not any(map(arrives_with_its_call, self.members))
+        # a trace would keep the rows of this input for all inputs
+        leads = leads and not jit_tracing() and not any(map(arrives_with_its_call, self.members))
         if leads:
             y = self._replay(operators.LINEAR, (x,), member.options())
             if y is not None:

@@ -42,7 +42,8 @@ _strided = torch.strided
 # bound once: looking the names up through torch costs more than calling them
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
-_transforms, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_transforms = torch._C._functorch.peek_interpreter_stack
+jit_tracing = torch._C._get_tracing_state  # of torch.jit.trace; ``None`` elsewhere
 _autocast, _grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
 Operands = Sequence[Tensor | None]
 Options = tuple[Any, ...]  # hashable
@@ -258,7 +259,7 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
     tensors nor those that are negated lazily have their values there.
     """
     # a transform wraps tensors that then have no address, so it is asked for first
-    if _function_modes() or _autocast() or _dispatch_modes() or _tracing():
+    if _function_modes() or _autocast() or _dispatch_modes() or jit_tracing():
         return False
     if _transforms() is not None or forward_ad._current_level >= 0:
         return False
@@ -272,7 +273,7 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
 
 def is_traced() -> bool:
     """Return whether a mode, tracer or transform may have other tensors than ordinary ones."""
-    return bool(_dispatch_modes() or _tracing()) or _transforms() is not None
+    return bool(_dispatch_modes() or jit_tracing()) or _transforms() is not None
 
 
 def forget_choices() -> None:

@@ -162,6 +162,24 @@ def test_side_files_come_from_the_source(tmp_path: Path) -> None:
     assert {p: p.read_bytes() for p in source.rglob("*") if p.is_file()} == before
 
 
+def test_what_other_libraries_ask_for_comes_from_the_source(tmp_path: Path) -> None:
+    wanted = {
+        *("bpe.codes", "dict.txt", "emoji.json", "byte_maps.json", "word_shape.json"),
+        *("entity_vocab.json", "audio_tokenizer_config.json", "spk_dict.pt"),
+        "modules.json",
+        "config_sentence_transformers.json",
+        "sentence_bert_config.json",
+        "1_Pooling/config.json",
+        "2_Dense/model.safetensors",
+    }
+    source = tmp_path / "source"
+    for name in (*wanted, "onnx/model.onnx"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text("{}")
+    names = write(tmp_path / "c", state(), source=source)
+    assert set(names) == {*wanted, "config.json", "model.safetensors"}
+
+
 def test_same_input_same_bytes(tmp_path: Path) -> None:
     tensors = state()
     write(tmp_path / "a", tensors)

@@ -513,6 +513,9 @@ class Apart(Holder):
     def muon_parameters(self) -> list[nn.Parameter]:
         return [self.proj.weight]
 
+    def hyperparameters(self) -> list[nn.Parameter]:  # GPyTorch's name for them
+        return [self.proj.weight]
+
 
 def test_other_methods_count_unless_they_make_or_load_a_model() -> None:
     report = fp8kit.plan(Apart()).report

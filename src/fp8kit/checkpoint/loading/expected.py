@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.patterns import matches
 from fp8kit.errors import CheckpointError
-from fp8kit.formats import Scheme
+from fp8kit.formats import FLOATS, Scheme
 from fp8kit.modules.expert_tensors import FROZEN_KINDS
 from fp8kit.modules.hooks import LAYER_TENSORS
 from fp8kit.modules.linear import Fp8Linear
@@ -39,18 +39,21 @@ class Layers:
 
 
 def expected_state(model: nn.Module, layers: Layers) -> dict[str, Tensor]:
-    """Return the tensors that the model will hold once its layers are swapped."""
+    """Return the tensors that the model will hold once its layers are swapped.
+
+    A bias is still that of the dense layer: another module may hold it, too.
+    """
     state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     refuse_renamed(model, state)
     parts = {n: n.rpartition(".") for n in state}
     kept = {
         n: t
         for n, t in state.items()
-        if parts[n][0] not in layers.made or parts[n][2] not in LAYER_TENSORS
+        if parts[n][0] not in layers.made or parts[n][2] not in LAYER_TENSORS - {"bias"}
     }
     for name, layer in layers.made.items():
         for kind, tensor in layer.state_dict(keep_vars=True).items():
-            kept[named(name, kind)] = tensor
+            kept.setdefault(named(name, kind), tensor)
     for name, experts in layers.experts.items():
         held = experts.tensors(model.get_submodule(name))
         for alias in expert_layers.by_every_name(model, {name: experts}):
@@ -87,6 +90,10 @@ def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: 
     names = {n.rpartition(".")[0] for n in wanted}
     idle = (p for p in layers.missing if not any(matches(p, name) for name in names))
     problems += [f"missing: {pattern!r} matches no layer of the model" for pattern in idle]
+    for weight in (named(n, "weight") for n in layers.made.keys() - checkpoint.layers.keys()):
+        held = checkpoint.tensors[weight].dtype if weight in checkpoint.tensors else FLOATS[0]
+        if held not in FLOATS:
+            problems.append(f"{weight}: {held} on disk; FP8 is made from bf16, fp16 or fp32")
     if strict:
         unknown = (n for n in sorted(found.unused) if not has_home(model, checkpoint, n))
         problems += [f"{name}: not in the model" for name in unknown]
@@ -97,15 +104,17 @@ def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: 
         raise CheckpointError(
             f"{checkpoint.path} does not fit {type(model).__name__}:\n  {listed}\n",
             f"All tensors must match; {len(problems)} do not.",
-            _remedy(bool(lost), len(problems) > len(lost), absent),
+            _remedy(bool(lost), len(problems) > len(lost), absent, tensors.keys()),
         )
     return sorted(found.unused)
 
 
-def _remedy(lost: bool, others: bool, absent: Sequence[str]) -> str:
+def _remedy(lost: bool, others: bool, absent: Sequence[str], on_disk: Collection[str]) -> str:
     """Say what to do about buffers that get values as a model is built, and about the rest."""
     said = ["Pass the model that the checkpoint was made from."] if others else []
-    if absent:
+    if absent and (renamed := other_beginning(absent, on_disk)):
+        said = [renamed]
+    elif absent:
         new = absent[0].rpartition(".")[0]
         said.append(f"To keep what the model has, such as a new head, pass missing=['{new}'].")
     if lost:
@@ -116,6 +125,32 @@ def _remedy(lost: bool, others: bool, absent: Sequence[str]) -> str:
             " Transformers directory leave the model out: fp8kit.load builds it."
         )
     return " ".join(said)
+
+
+def other_beginning(absent: Sequence[str], given: Collection[str]) -> str:
+    """Say what to do if most absent names of a model were given with another beginning."""
+    name = absent[0]
+    for other in given:
+        prefix = other.removesuffix(name)
+        if other.endswith(f".{name}") and _most(f"{prefix}{n}" in given for n in absent):
+            return (
+                f"The names that came begin with {prefix!r}: rename them, or pass a module that "
+                f"holds this one as {prefix[:-1]!r}."
+            )
+    parts = name.split(".")
+    for at in range(1, len(parts)):
+        prefix = ".".join(parts[:at]) + "."
+        if _most(n.startswith(prefix) and n.removeprefix(prefix) in given for n in absent):
+            return (
+                f"The names that came lack {prefix!r}: rename them, or pass "
+                f"model.get_submodule({prefix[:-1]!r})."
+            )
+    return ""
+
+
+def _most(found: Iterable[bool]) -> bool:
+    known = list(found)
+    return 2 * sum(known) >= len(known)  # scales of weights that are quantized do not come
 
 
 def _made_here(model: nn.Module, layers: Layers, covered: set[str]) -> set[str]:

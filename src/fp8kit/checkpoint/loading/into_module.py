@@ -24,8 +24,9 @@ from fp8kit.conversion import fusion
 from fp8kit.conversion import siblings as conversion_siblings
 from fp8kit.conversion.experts import stacks_of
 from fp8kit.conversion.patterns import some_of
-from fp8kit.conversion.plan import plan, refuse_static, warn_of_nothing
+from fp8kit.conversion.plan import plan, refuse_lazy, refuse_static, warn_of_nothing
 from fp8kit.conversion.readers.reads import read_by_code
+from fp8kit.conversion.replacement import refuse_empty_weights
 from fp8kit.conversion.report import Report
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import FP8_FORMATS, Scheme
@@ -98,6 +99,8 @@ def fill(
     ``fp8kit.load``. Raises ``CheckpointError`` if names or shapes do not match; nothing has been
     changed then. Raises ``ConversionError`` if a layer cannot be quantized.
     """
+    refuse_lazy(model)
+    refuse_empty_weights()
     high = dtype or checkpoint.dtype
     if options is None:
         layers = _layers_in_checkpoint(model, checkpoint, high)

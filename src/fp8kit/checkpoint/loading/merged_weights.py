@@ -11,7 +11,6 @@ from torch import Tensor
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, ConversionError
 from fp8kit.formats import (
-    FLOATS,
     MX,
     ROW,
     SCHEMES,
@@ -74,14 +73,11 @@ def is_finite(q: QTensor) -> bool:
 
 
 def quantized(dense: Tensor, scheme: Scheme, name: str) -> QTensor:
-    """Quantize a weight ``[N, K]``; raises ``ConversionError`` for what has no FP8 codes."""
-    if dense.dtype not in FLOATS:
-        raise ConversionError(
-            f"{name} is {dense.dtype}.",
-            "FP8 is made from bf16, fp16 or fp32.",
-            "Cast it with .float(), or exclude this layer.",
-        )
-    q = quantize_weight(dense, scheme)
+    """Quantize a weight ``[N, K]``; raises ``ConversionError`` for NaN or infinities.
+
+    Raises ``TypeError`` if it is not bf16, fp16 or fp32.
+    """
+    q = quantize_weight(dense, scheme, name)
     if not is_finite(q):
         raise not_finite([name])
     return q

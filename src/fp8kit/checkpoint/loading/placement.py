@@ -351,6 +351,8 @@ class Placement:
             return
         self._filled[held] = name, held
         if not held.is_meta and held.device == moved.device:
+            if any(n > 1 and not step for n, step in zip(held.shape, held.stride(), strict=True)):
+                held.data = held.data.contiguous()  # places of what was expanded are one
             with torch.no_grad():
                 held.copy_(moved)
             return

@@ -180,6 +180,9 @@ def check_layers(
     if misfits:
         name, reason = next(iter(misfits.items()))
         other = "" if scheme.weight == ROW or is_embedding(name) else ", or use FP8_DYNAMIC"
+        shapes = quantized.items()
+        takers = [t for t in TARGETS if not any(misfit(t, scheme, n, s, names) for n, s in shapes)]
+        other = f", or save for target={takers[-1]!r}" if takers else other
         raise CheckpointError(
             f"{len(misfits)} layers do not load in {target}, e.g. {name}.",
             f"{reason}.",

@@ -24,8 +24,13 @@ SIDE_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab*",
+    "*vocab*",
     "merges*",
+    "bpe.codes",
+    "dict.txt",
+    "emoji.json",
+    "byte_maps.json",
+    "word_*.json",
     "*.model",
     "*.tiktoken",
     "tekken.json",
@@ -39,6 +44,13 @@ SIDE_FILES = (
     "image_processor_config.json",
     "video_preprocessor_config.json",
     "feature_extractor_config.json",
+    "audio_tokenizer_config.json",
+    "spk_dict.pt",  # the voices of Qwen2.5-Omni
+    # of sentence-transformers: without them engines pool and normalize embeddings otherwise
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_*_config.json",
+    "[1-9]_*/*",  # 1_Pooling, 2_Dense
     "*.py",
     "LICENSE*",
     "NOTICE*",
