@@ -150,20 +150,38 @@ def test_an_expert_that_is_missing_is_named(folder: Path, tmp_path: Path) -> Non
         fp8kit.load(tmp_path / "c")
 
 
+def mixed(kind: str, projection: str, folder: Path, path: Path) -> str:
+    """Write FP8 experts of which one keeps a projection in bf16, and return its name."""
+    quantize_checkpoint(tiny(kind, folder), path)
+    tensors = load_file(path / SHARD)
+    ending = rf"layers\.0.*\.experts\.2\.{projection}\.weight$"
+    (name,) = (n for n in tensors if re.search(ending, n))
+    tensors[name] = tensors[name].bfloat16()
+    del tensors[f"{name}_scale"]
+    save_file(tensors, path / SHARD, metadata={"format": "pt"})
+    return name
+
+
 def test_a_projection_in_high_precision_among_fp8_experts_is_named(
     folder: Path, tmp_path: Path
 ) -> None:
-    quantize_checkpoint(tiny("Qwen3Moe", folder), tmp_path / "c")
-    tensors = load_file(tmp_path / "c" / SHARD)
-    (name,) = (n for n in tensors if re.search(r"layers\.0.*\.experts\.2\.up_proj\.weight$", n))
-    tensors[name] = tensors[name].bfloat16()
-    del tensors[f"{name}_scale"]
-    save_file(tensors, tmp_path / "c" / SHARD, metadata={"format": "pt"})
+    name = mixed("Mixtral", "w3", folder, tmp_path / "c")
     with pytest.raises(CheckpointError) as caught:
         fp8kit.load(tmp_path / "c")
     assert f"{name} is in high precision, and its siblings are FP8" in str(caught.value)
     assert "Quantize the original again, with all experts" in str(caught.value)
     assert "not on disk" not in str(caught.value)
+
+
+def test_a_projection_in_high_precision_under_its_own_name_leaves_all_experts_so(
+    folder: Path, tmp_path: Path
+) -> None:
+    name = mixed("Qwen3Moe", "up_proj", folder, tmp_path / "c")
+    with pytest.warns(UserWarning, match="holds 11 FP8 layers .* they were decoded to high"):
+        model = fp8kit.load(tmp_path / "c")
+    stack = model.model.layers[0].mlp.experts.gate_up_proj[2]
+    weight = load_file(tmp_path / "c" / SHARD)[name]
+    assert_bits_equal(stack[-len(weight) :].detach(), weight)
 
 
 def test_an_expert_too_many_is_not_used(folder: Path, tmp_path: Path) -> None:
