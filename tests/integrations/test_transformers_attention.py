@@ -165,6 +165,17 @@ def test_all_else_is_left_to_sdpa(changes: dict[str, Any], taken: list[torch.Siz
     assert not taken
 
 
+def test_autocast_has_the_dtype_of_sdpa(taken: list[torch.Size]) -> None:
+    given = operands()
+    given |= {name: given[name].float() for name in ("query", "key", "value")}
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = transformers_attention.attention_forward(Attention(), **given)
+        expected, _ = sdpa_attention_forward(Attention(), **given)
+    assert expected.dtype == torch.bfloat16
+    assert_bits_equal(y, expected)
+    assert not taken
+
+
 def test_paged_caches_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="generate_batch"):
         transformers_attention.attention_forward(Attention(), **operands(), cache=object())

@@ -112,6 +112,8 @@ def _decodes(
         return False
     if not torch.compiler.is_compiling() and is_transformed():  # the operator has no such rules
         return False
+    if torch.is_autocast_enabled(query.device.type):  # casts what torch's attention is given
+        return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         return False
     if any(kwargs.get(name) is not None and kwargs[name] is not False for name in _OTHERS):
