@@ -538,16 +538,17 @@ def test_what_one_engine_does_not_load_is_saved_for_another(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("held", "said"),
     [
-        (torch.eye(4).to_sparse(), "layout torch.sparse_coo"),
-        (torch.zeros(4, dtype=torch.complex128), "dtype torch.complex128"),
+        (torch.eye(4).to_sparse(), "held in .* is a tensor of layout torch.sparse_coo"),
+        (torch.zeros(4, dtype=torch.complex128), "The tensor 'held' is torch.complex128"),
     ],
 )
 def test_tensors_that_no_file_can_hold_are_refused(tmp_path: Path, held: Tensor, said: str) -> None:
     model = nn.Sequential(nn.Linear(128, 128))
     model.register_buffer("held", held)
     fp8kit.convert(model)
-    with pytest.raises(CheckpointError, match=f"held in the state_dict is a tensor of {said}"):
+    with pytest.raises(CheckpointError, match=said):
         save(model, tmp_path / "c")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("target", ["vllm", "sglang", "transformers"])

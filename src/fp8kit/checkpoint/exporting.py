@@ -12,7 +12,6 @@ from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import Dialect, JsonObject
 from fp8kit.checkpoint.expert_names import ExpertLayer, own_names, split_experts, tensors_of
 from fp8kit.checkpoint.schema.naming import MARKERS, dense_stacks, named, sort_names
-from fp8kit.checkpoint.storage.headers import DTYPES
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import FP8_FORMATS, TENSOR, Scheme
@@ -71,7 +70,7 @@ def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:
         name = next(iter(odd))
         raise CheckpointError(
             f"{name} in the state_dict is {odd[name]}.",
-            "safetensors files hold plain tensors only, of the dtypes that they know.",
+            "safetensors files hold plain tensors only.",
             "Keep such state outside of the state_dict (get_extra_state, or a buffer with "
             "persistent=False), or as plain tensors.",
         )
@@ -221,9 +220,7 @@ def _unheld(held: object) -> str:
     """Say what something is that no safetensors file can hold; empty of what one can."""
     if not isinstance(held, Tensor):
         return f"{type(held).__name__}, not a tensor"
-    if held.layout != torch.strided:
-        return f"a tensor of layout {held.layout}"
-    return "" if held.dtype in DTYPES.values() else f"a tensor of dtype {held.dtype}"
+    return "" if held.layout == torch.strided else f"a tensor of layout {held.layout}"
 
 
 def _is_distributed(tensor: Tensor) -> bool:
