@@ -31,9 +31,8 @@ HAS_FP8_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >
 
 # cuBLAS wants a fixed workspace before it keeps torch's promise of deterministic algorithms
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-# torch's compiler would compile headers, and trials of vector units, for the sake of few kernels
+# torch's compiler would compile headers for the sake of few kernels
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
