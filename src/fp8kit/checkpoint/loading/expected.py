@@ -90,9 +90,9 @@ def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: 
     names = {n.rpartition(".")[0] for n in wanted}
     idle = (p for p in layers.missing if not any(matches(p, name) for name in names))
     problems += [f"missing: {pattern!r} matches no layer of the model" for pattern in idle]
-    for weight in (named(n, "weight") for n in layers.made.keys() - checkpoint.layers.keys()):
-        held = checkpoint.tensors[weight].dtype if weight in checkpoint.tensors else FLOATS[0]
-        if held not in FLOATS:
+    quantized = {named(n, "weight") for n in layers.made.keys() - checkpoint.layers.keys()}
+    for weight in sorted(quantized & checkpoint.tensors.keys()):
+        if (held := checkpoint.tensors[weight].dtype) not in FLOATS:
             problems.append(f"{weight}: {held} on disk; FP8 is made from bf16, fp16 or fp32")
     if strict:
         unknown = (n for n in sorted(found.unused) if not has_home(model, checkpoint, n))

@@ -385,13 +385,14 @@ def _check_tied(first: str, second: str, held: Tensor, value: Tensor) -> None:
 
 def _check_cast(name: str, value: Tensor, dtype: torch.dtype) -> None:
     """Refuse numbers that a tensor of integers, or of real numbers, would cut."""
-    if not torch.can_cast(value.dtype, dtype):
-        if value.is_complex() or not _same_bytes(value.to(dtype).to(value.dtype), value):
-            raise CheckpointError(
-                f"{name} has numbers of {value.dtype} that {dtype} cannot hold.",
-                f"It is {dtype} in the model.",
-                f"Build the model with a tensor of {value.dtype}.",
-            )
+    if torch.can_cast(value.dtype, dtype):
+        return
+    if value.is_complex() or not _same_bytes(value.to(dtype).to(value.dtype), value):
+        raise CheckpointError(
+            f"{name} has numbers of {value.dtype} that {dtype} cannot hold.",
+            f"It is {dtype} in the model.",
+            f"Build the model with a tensor of {value.dtype}.",
+        )
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

@@ -70,6 +70,11 @@ def resolved(source: str | Path) -> Path:
     return Path(os.path.realpath(path))
 
 
+def staging_folder(destination: Path, mark: str) -> Path:
+    """Name where a checkpoint is made before it takes its place; ``mark`` is 8 hex digits."""
+    return destination.parent / f".{destination.name}.{mark}.tmp"
+
+
 def check_destination(destination: Path, source: Path | None, overwrite: bool) -> None:
     """Refuse a destination that is in the way, before any work is done.
 
@@ -77,8 +82,7 @@ def check_destination(destination: Path, source: Path | None, overwrite: bool) -
     or a file that the source links to, lies inside the source, or is not empty and not replaceable.
     """
     check_name(destination)
-    if destination.name:
-        check_name(destination.with_name(f".{destination.name}.00000000.tmp"))
+    check_name(staging_folder(destination, "00000000"))
     where = ""
     if source is not None and any(destination in (p, *p.parents) for p in _places(source)):
         where = "is or holds"

@@ -106,7 +106,7 @@ def _staging(destination: Path) -> Iterator[Path]:
     _remove_abandoned(destination)
     with ExitStack() as stack:
         while True:
-            folder = destination.parent / f".{destination.name}.{uuid.uuid4().hex[:8]}.tmp"
+            folder = directory.staging_folder(destination, uuid.uuid4().hex[:8])
             folder.mkdir()
             stack.enter_context(held(folder, wait=True))
             if folder.is_dir():
