@@ -72,6 +72,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
         that may look nowhere.
     """
     batch, heads, _, dim = query.shape
+    if batch == 0:  # torch 2.11 returns None for it on a GPU
+        return query.new_empty(0, 1, heads, value.shape[3])
     groups = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
     mixed = F.scaled_dot_product_attention(groups, key, value, attn_mask=mask, scale=scale)
     return mixed.reshape(batch, 1, heads, value.shape[3])
