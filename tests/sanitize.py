@@ -210,7 +210,9 @@ def noted(seen: set[str]) -> Iterator[None]:
     assert fused_triton.__name__ in sys.modules  # else dispatch would load it too late to watch
     for module in [m for n, m in sys.modules.items() if n.startswith("fp8kit.")]:
         for name in set(TRITON_KERNELS) & set(vars(module)):
-            swap(module, name, Watched(getattr(module, name), seen))
+            found = getattr(module, name)
+            if hasattr(found, "fn"):  # else a function that compiles a CUDA kernel of this name
+                swap(module, name, Watched(found, seen))
     try:
         yield
     finally:
