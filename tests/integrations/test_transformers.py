@@ -765,6 +765,17 @@ def test_what_transformers_could_not_load_is_not_saved(tmp_path: Path) -> None:
     assert not list((tmp_path / "c").iterdir())
 
 
+def test_numbers_beyond_fp16(tmp_path: Path) -> None:
+    model = converted()
+    save(model, tmp_path / "a")
+    assert load(tmp_path / "a", dtype=torch.float16).dtype == torch.float16
+    with torch.no_grad():
+        model.model.norm.weight[0] = 1e5
+    save(model, tmp_path / "b")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight have numbers beyond 65504"):
+        load(tmp_path / "b", dtype=torch.float16)
+
+
 def test_a_first_weight_that_is_fp8_is_no_dtype(tmp_path: Path) -> None:
     class Bare(transformers.PreTrainedModel):
         config_class = transformers.PretrainedConfig

@@ -292,6 +292,16 @@ def test_numbers_that_a_tensor_cannot_hold(device: str) -> None:
             load_weights(model(dtype), {"steps": torch.tensor([1.0, value])})
 
 
+def test_numbers_beyond_fp16() -> None:
+    fits, beyond = torch.full((K,), -65504.0), torch.full((K,), 1e5, dtype=torch.bfloat16)
+    fits[0] = float("inf")  # it was there before
+    model = nn.RMSNorm(K, dtype=torch.float16)
+    load_weights(model, {"weight": fits})
+    assert model.weight.tolist() == fits.tolist()
+    with pytest.raises(CheckpointError, match=f"weight has {K} of {K} numbers beyond 65504"):
+        load_weights(model, {"weight": beyond})
+
+
 @pytest.mark.parametrize("name", ["attn.o_proj.weight", "norm.weight"])
 def test_what_has_no_values_or_no_codes(name: str) -> None:
     model = on_meta(False)

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, Qwen3MoeForCausalLM
@@ -224,6 +225,12 @@ def test_a_dtype_for_the_rest(tmp_path: Path) -> None:
         found["layers.0.up_proj.weight"],
         read(stream(source, tmp_path / "b"))["layers.0.up_proj.weight"],
     )
+
+
+def test_a_dtype_that_does_not_hold_the_rest(tmp_path: Path) -> None:
+    source = plain(tmp_path / "source", weights() | {"norm.weight": torch.full((64,), 1e5)})
+    with pytest.raises(CheckpointError, match=r"norm\.weight has 64 of 64 numbers beyond 65504"):
+        stream(source, tmp_path / "out", dtype=torch.float16)
 
 
 def weights_of(source: Path) -> dict[str, Tensor]:
@@ -615,6 +622,19 @@ def test_a_lone_file(tmp_path: Path) -> None:
     assert sorted(os.listdir(out)) == ["config.json", "model.safetensors"]
     assert len(open_checkpoint(out).layers) == 3
     assert fp8kit.verify_checkpoint(lone, out).problems == []
+
+
+def test_what_the_headers_say_of_the_model_stays(tmp_path: Path) -> None:
+    said = {"modelspec.architecture": "ltx-video", "config": '{"layers": 3}', "format": "pt"}
+    save_file(weights(), tmp_path / "a.safetensors", metadata=said)
+    out = stream(tmp_path / "a.safetensors", tmp_path / "b", max_shard_bytes=60_000)
+    other = tmp_path / "c"
+    fp8kit.convert_checkpoint(out, other, target="vllm")
+    files = [*out.glob("*.safetensors"), *other.glob("*.safetensors")]
+    assert len(files) > 2
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == said
 
 
 def test_a_lone_file_that_is_a_link_to_a_blob(tmp_path: Path) -> None:

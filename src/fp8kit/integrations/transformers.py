@@ -26,6 +26,7 @@ from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import experts_of, named
 from fp8kit.checkpoint.schema.targets import output_heads
 from fp8kit.checkpoint.storage.reader import Checkpoint
+from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.readers.reads import read_by_code
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import QTensor, Scheme
@@ -100,6 +101,8 @@ def load(
     info["unexpected_keys"] = [*info["unexpected_keys"], *surplus]
     _check_loaded(model, info, strict)
     taken.fill(model, checkpoint, device, high)
+    if high is torch.float16 and checkpoint.dtype is not high:
+        _refuse_infinities(model)
     experts = {name: model.get_submodule(name) for name in taken.experts}
     told = model.hf_quantizer.told + settle(experts, form)
     if device is not None:
@@ -109,6 +112,17 @@ def load(
     if model.can_generate() and (checkpoint.path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
     return model.eval(), Filled(sorted(info["unexpected_keys"]), merged, told, read)
+
+
+def _refuse_infinities(model: PreTrainedModel) -> None:
+    """Refuse what a cast to fp16, which Transformers makes by itself, has made infinite."""
+    halves = {n: p for n, p in model.named_parameters() if p.dtype is torch.float16}
+    if beyond := [name for name, p in halves.items() if p.isinf().any()]:
+        raise CheckpointError(
+            f"{some_of(beyond)} have numbers beyond 65504.",
+            "float16 makes infinities of them.",
+            "Take bfloat16, which holds them: dtype=torch.bfloat16.",
+        )
 
 
 def skeleton(checkpoint: Checkpoint) -> Any:

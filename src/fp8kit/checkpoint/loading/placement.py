@@ -21,6 +21,7 @@ from fp8kit.checkpoint.loading.merged_weights import (
     rows_of,
 )
 from fp8kit.checkpoint.loading.partial_tensors import Partials
+from fp8kit.checkpoint.schema.decoding import cast_numbers
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.merged_names import SCALES, Route, Shapes, find
 from fp8kit.checkpoint.schema.naming import named
@@ -307,11 +308,11 @@ class Placement:
             self.placed.add(name)
             return
         if self._dtype is not None and value.is_floating_point():
-            value = value.to(self._dtype)
+            value = cast_numbers(name, value, self._dtype)
         held, shape = getattr(module, key), self.shapes[name]
         _check_cast(name, value, held.dtype)
         if not self._owned and value.is_floating_point():
-            value = value.to(held.dtype)
+            value = cast_numbers(name, value, held.dtype)
         if route.whole:
             check_shape(name, value.shape, shape)
             self._set(module, key, value, name)
@@ -354,7 +355,7 @@ class Placement:
             if any(n > 1 and not step for n, step in zip(held.shape, held.stride(), strict=True)):
                 held.data = held.data.contiguous()  # places of what was expanded are one
             with torch.no_grad():
-                held.copy_(moved)
+                held.copy_(cast_numbers(name, moved, held.dtype))
             return
         borrowed = moved is value and not (fresh or self._owned)
         part = moved.untyped_storage().nbytes() > moved.nbytes  # would keep the whole alive

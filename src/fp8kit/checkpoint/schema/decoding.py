@@ -129,3 +129,18 @@ def _not_numbers(where: str) -> CheckpointError:
         "Codes and scales are numbers.",
         "The file is damaged: get or make it again.",
     )
+
+
+def cast_numbers(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a tensor of a checkpoint; fp16 is refused for numbers that it makes infinite."""
+    found = value.to(dtype)
+    if dtype is not torch.float16 or not value.is_floating_point() or value.dtype is dtype:
+        return found
+    over = int((found.isinf() & value.isfinite()).sum())
+    if over:
+        raise CheckpointError(
+            f"{name} has {over} of {value.numel()} numbers beyond 65504.",
+            "float16 would make infinities of them.",
+            "Take bfloat16, which holds them: dtype=torch.bfloat16.",
+        )
+    return found

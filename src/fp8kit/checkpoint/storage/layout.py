@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -43,10 +44,16 @@ class Shard:
             file.truncate(self.size)
 
 
-def plan_shards(layout: Layout, max_shard_bytes: int, stem: str = "model") -> list[Shard]:
+def plan_shards(
+    layout: Layout,
+    max_shard_bytes: int,
+    stem: str = "model",
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> list[Shard]:
     """Divide tensors into files; those of one module, such as weight and scale, stay together.
 
-    A file ends before it exceeds ``max_shard_bytes``; one alone is ``<stem>.safetensors``. Raises
+    A file ends before it exceeds ``max_shard_bytes``; one alone is ``<stem>.safetensors``. Each has
+    the texts of ``metadata`` in its header. Raises
     ``ValueError`` if that is no positive number, ``CheckpointError`` for what no file can hold.
     """
     for name, (dtype, _) in layout.items():
@@ -77,7 +84,7 @@ def plan_shards(layout: Layout, max_shard_bytes: int, stem: str = "model") -> li
     count = len(parts)
     files = [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     return [
-        _shard(file, names, layout)
+        _shard(file, names, layout, metadata)
         for file, names in zip(files if count > 1 else [f"{stem}.safetensors"], parts, strict=True)
     ]
 
@@ -100,10 +107,10 @@ def nbytes(kind: tuple[torch.dtype, tuple[int, ...]]) -> int:
     return torch.Size(kind[1]).numel() * kind[0].itemsize
 
 
-def _shard(file: str, names: Sequence[str], layout: Layout) -> Shard:
+def _shard(file: str, names: Sequence[str], layout: Layout, metadata: Mapping[str, str]) -> Shard:
     # wide dtypes first, so that every tensor is aligned in a mapped file
     ordered = sorted(names, key=lambda n: (-layout[n][0].itemsize, n))
-    header: JsonObject = {"__metadata__": {"format": "pt"}}
+    header: JsonObject = {"__metadata__": {**metadata, "format": "pt"}}
     starts, end = {}, 0
     for name in ordered:
         starts[name], end = end, end + nbytes(layout[name])

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -35,6 +36,7 @@ def write_checkpoint(
     config: JsonObject,
     source: str | Path | None = None,
     texts: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] = MappingProxyType({}),
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[str]:
@@ -42,8 +44,8 @@ def write_checkpoint(
 
     Parents of the destination are made. Tensors of one module, such as a weight and its scale, stay
     in one file; ``tensors`` has each name of the layout once, in any order, on any device. The
-    tokenizer and the like of a ``source`` directory are copied, unless ``texts`` are given.
-    ``overwrite`` replaces a destination that is a checkpoint; its old files go last. Gives the
+    tokenizer and the like of a ``source`` directory are copied, unless ``texts`` are given. Headers
+    have the texts of ``metadata``. ``overwrite`` replaces a destination that is a checkpoint; its old files go last. Gives the
     names of the files. Raises ``CheckpointError`` if the destination is in the way, is the source,
     or lacks space; if a file to copy is a git-LFS pointer; if the tensors are not those of the
     layout; if the result does not read back. The destination is then untouched and nothing is left
@@ -53,7 +55,7 @@ def write_checkpoint(
     origin = None if source is None else directory.resolved(source)
     check_destination(destination, origin, overwrite)
     directory.check_side_files(origin)
-    shards = plan_shards(layout, max_shard_bytes)
+    shards = plan_shards(layout, max_shard_bytes, metadata=metadata)
     nothing = "Nothing is kept. Make room, and run it again, or choose another disk."
     with directory.disk_errors(destination, lambda: nothing), _staging(destination) as folder:
         directory.check_space(folder, sum(s.size for s in shards))

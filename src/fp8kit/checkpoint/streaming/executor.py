@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fp8kit import functional
 from fp8kit.checkpoint.loading.merged_weights import quantized
+from fp8kit.checkpoint.schema.decoding import cast_numbers
 from fp8kit.checkpoint.storage.directory import bytes_of, sync
 from fp8kit.checkpoint.storage.layout import Shard
 from fp8kit.checkpoint.storage.matrices import MatrixFile
@@ -139,9 +140,10 @@ def _serve(queue: _Queue, source: Path, device: torch.device) -> None:
             if piece.item.scale:
                 _quantize(queue.work, piece, reader, writer, device)
             else:
-                matrix = piece.item.matrix
-                rows = reader.rows(matrix, piece.first, piece.last).to(piece.item.dtype)
-                writer.write(piece.item.name, piece.first * rows.shape[1], rows)
+                name, matrix = piece.item.name, piece.item.matrix
+                rows = reader.rows(matrix, piece.first, piece.last)
+                rows = cast_numbers(name, rows, piece.item.dtype)
+                writer.write(name, piece.first * rows.shape[1], rows)
             queue.done(part, piece)
     except BaseException as error:
         queue.stop(error)
