@@ -45,11 +45,11 @@ def write_checkpoint(
     Parents of the destination are made. Tensors of one module, such as a weight and its scale, stay
     in one file; ``tensors`` has each name of the layout once, in any order, on any device. The
     tokenizer and the like of a ``source`` directory are copied, unless ``texts`` are given. Headers
-    have the texts of ``metadata``. ``overwrite`` replaces a destination that is a checkpoint; its old files go last. Gives the
-    names of the files. Raises ``CheckpointError`` if the destination is in the way, is the source,
-    or lacks space; if a file to copy is a git-LFS pointer; if the tensors are not those of the
-    layout; if the result does not read back. The destination is then untouched and nothing is left
-    behind.
+    have the texts of ``metadata``. ``overwrite`` replaces a destination that is a checkpoint; its
+    old files go last. Gives the names of the files. Raises ``CheckpointError`` if the destination
+    is in the way, is the source, or lacks space; if a file to copy is a git-LFS pointer; if the
+    tensors are not those of the layout; if the result does not read back. The destination is then
+    untouched and nothing is left behind.
     """
     destination = Path(os.path.realpath(as_path(destination, "the destination")))
     origin = None if source is None else directory.resolved(source)
