@@ -114,7 +114,6 @@ def convert_checkpoint(
             checkpoint.config, quantization, checkpoint.dtype, targets.output_heads(spec.others)
         ),
         source=source,
-        metadata=checkpoint.metadata,
         overwrite=overwrite,
         max_shard_bytes=max_shard_bytes,
     )

@@ -14,7 +14,6 @@ from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, N
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import MX, ROW, TENSOR, GroupShape
 
-TENSOR_NAMES = "tensor_names"  # of the texts in headers, the one that lists the others
 _GRANULARITIES = {"PerRow": ROW, "PerTensor": TENSOR}
 
 
@@ -24,7 +23,7 @@ def _detect(source: Source) -> bool:
 
 def _parse(source: Source) -> Announcement:
     ignore = base.strings(source.quantization, "modules_to_not_convert")
-    if not source.metadata.get(TENSOR_NAMES):
+    if not source.metadata.get("tensor_names"):
         raise CheckpointError(
             "The headers (__metadata__) do not describe torchao's tensors (tensor_names).",
             "torchao writes its subclasses as safetensors since version 0.15.",

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fp8kit.checkpoint.dialects import Dialect, JsonObject, Source, Spec
 from fp8kit.checkpoint.dialects.comfyui import ENTRY, METADATA, describes_layers
-from fp8kit.checkpoint.dialects.torchao import TENSOR_NAMES
 from fp8kit.checkpoint.schema import decoding
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import engine_name
@@ -52,7 +51,7 @@ class Checkpoint:
         kv_scales: our names of the scales of the KV cache.
         problems: damage that was found, one text each; ``open_checkpoint`` raises instead.
         errors: of NVFP4 layers that were read, the relative error that FP8 adds, by name.
-        metadata: texts in the headers of its files that are not about single tensors.
+        metadata: texts in the headers of its files.
     """
 
     path: Path
@@ -255,7 +254,7 @@ def scan(
         read.layers,
         read.kv_scales,
         problems + [_placed(problem, tensors) for problem in read.problems],
-        metadata=_of_the_whole(metadata, kinds),
+        metadata=metadata,
     )
 
 
@@ -281,14 +280,6 @@ def _headers(
             problems += _disagreements(shard, found, index)
     metadata.update({n: _text(path, i) for n, i in tensors.items() if n.endswith(ENTRY)})
     return tensors, metadata, problems
-
-
-def _of_the_whole(metadata: dict[str, str], tensors: Iterable[str]) -> dict[str, str]:
-    """Return the texts that stay true where tensors are written in another form."""
-    if TENSOR_NAMES in metadata:
-        return {}
-    about = {METADATA, *tensors}
-    return {name: text for name, text in metadata.items() if name not in about}
 
 
 def _text(path: Path, info: TensorInfo) -> str:

@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
 
 from torch import Tensor
 
@@ -36,7 +35,6 @@ def write_checkpoint(
     config: JsonObject,
     source: str | Path | None = None,
     texts: Mapping[str, str] | None = None,
-    metadata: Mapping[str, str] = MappingProxyType({}),
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[str]:
@@ -44,18 +42,18 @@ def write_checkpoint(
 
     Parents of the destination are made. Tensors of one module, such as a weight and its scale, stay
     in one file; ``tensors`` has each name of the layout once, in any order, on any device. The
-    tokenizer and the like of a ``source`` directory are copied, unless ``texts`` are given. Headers
-    have the texts of ``metadata``. ``overwrite`` replaces a destination that is a checkpoint; its
-    old files go last. Gives the names of the files. Raises ``CheckpointError`` if the destination
-    is in the way, is the source, or lacks space; if a file to copy is a git-LFS pointer; if the
-    tensors are not those of the layout; if the result does not read back. The destination is then
-    untouched and nothing is left behind.
+    tokenizer and the like of a ``source`` directory are copied, unless ``texts`` are given.
+    ``overwrite`` replaces a destination that is a checkpoint; its old files go last. Gives the
+    names of the files. Raises ``CheckpointError`` if the destination is in the way, is the source,
+    or lacks space; if a file to copy is a git-LFS pointer; if the tensors are not those of the
+    layout; if the result does not read back. The destination is then untouched and nothing is left
+    behind.
     """
     destination = Path(os.path.realpath(as_path(destination, "the destination")))
     origin = None if source is None else directory.resolved(source)
     check_destination(destination, origin, overwrite)
     directory.check_side_files(origin)
-    shards = plan_shards(layout, max_shard_bytes, metadata=metadata)
+    shards = plan_shards(layout, max_shard_bytes)
     nothing = "Nothing is kept. Make room, and run it again, or choose another disk."
     with directory.disk_errors(destination, lambda: nothing), _staging(destination) as folder:
         directory.check_space(folder, sum(s.size for s in shards))

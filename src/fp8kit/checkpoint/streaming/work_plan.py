@@ -134,7 +134,8 @@ def plan_work(checkpoint: Checkpoint, recipe: Recipe, choice: Selection) -> Work
     for problem in interpret(Source(config, layout)).problems:
         raise _left_over(checkpoint, f"The result could not be read: {problem}")
     stem = next((s for s in STEMS if checkpoint.shards[0].startswith(s)), STEMS[0])
-    shards = plan_shards(layout, recipe.max_shard_bytes, stem, checkpoint.metadata)
+    texts = {name: text for name, text in checkpoint.metadata.items() if "hash" not in name}
+    shards = plan_shards(layout, recipe.max_shard_bytes, stem, texts)
     return Work(scheme, layout, tuple(shards), items, config)
 
 
