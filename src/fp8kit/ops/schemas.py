@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import teach
+from fp8kit.errors import UnsupportedError
 from fp8kit.formats import GroupShape
 from fp8kit.ops import bodies
-from fp8kit.ops.registration import library, register
+from fp8kit.ops.registration import library, refuse_backward, register
 from fp8kit.quantizers.scale_layout import empty_scale
 from fp8kit.runtime.joined_memory import as_one
 from fp8kit.runtime.replay_cache import Operator, cache_on, call_on
@@ -161,12 +161,10 @@ def save_for_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of the operator ``linear``; raises for those of weight and scales."""
     if any(ctx.needs_input_grad[i] for i in (1, 2, 4, 5)):
-        raise RuntimeError(
-            teach(
-                "A gradient to an FP8 weight or to a scale was asked for.",
-                "FP8 layers are frozen; gradients flow to their input and their bias.",
-                "Detach them (quantize weight.detach()), and train an adapter instead.",
-            )
+        raise UnsupportedError(
+            "A gradient to an FP8 weight or to a scale was asked for.",
+            "FP8 layers are frozen; gradients flow to their input and their bias.",
+            "Detach them (quantize weight.detach()), and train an adapter instead.",
         )
     w, w_scale = ctx.saved_tensors
     grad_x = grad_bias = None
@@ -178,16 +176,11 @@ def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (grad_x, None, None, grad_bias, *[None] * 8)
 
 
-def _refuse_backward(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError(
-        teach(
-            "A gradient through quantize, dequantize or scaled_mm was asked for.",
-            "Only fp8kit.linear and Fp8Linear are differentiable, in their input and bias.",
-            "Use one of them, or wrap the call in torch.no_grad().",
-        )
-    )
-
-
 torch.library.register_autograd(LINEAR, linear_backward, setup_context=save_for_linear, lib=library)
 for _op in (QUANTIZE, QUANTIZE_STATIC, DEQUANTIZE, SCALED_MM, JOINED_LINEAR):
-    torch.library.register_autograd(_op, _refuse_backward, lib=library)
+    refuse_backward(
+        _op,
+        "A gradient through quantize, dequantize or scaled_mm was asked for.",
+        "Only fp8kit.linear and Fp8Linear are differentiable, in their input and bias.",
+        "Use one of them, or wrap the call in torch.no_grad().",
+    )
