@@ -201,7 +201,7 @@ CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: fp8kit.linear(X, W, torch.ones(128, device="meta")),
          "Got x on cpu and a bias on meta. ... one device ... Move them to the same device."),
         (lambda: fp8kit.linear(X, W, accum="exact"),
-         "Got accum='exact'. ... 'precise' or 'fast' ... Pass one of these words."),
+         "Got accum='exact'. ... precise, fast. ... Pass one of these words."),
         (lambda: fp8kit.scaled_mm(Q, W, backend="cublas"),
          "Unknown backend 'cublas'. ... Known are  ... Pass one of these or None."),
         (lambda: fp8kit.linear(X, fp8kit.quantize(torch.ones(128, 256), fp8kit.GROUP128)),
