@@ -142,9 +142,9 @@ CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: fp8kit.scale_shape((5,), fp8kit.BLOCK),
          "Got a tensor of 1 dimensions for 128x128 groups. ... need at least 2 ... unsqueeze(0)"),
         (lambda: fp8kit.quantize(X, role="bias"),
-         "Got role='bias'. ... 'activation' or as a 'weight' ... Pass one of these two words"),
+         "Got role='bias'. ... activation, weight. ... Pass one of these words"),
         (lambda: fp8kit.quantize(X, fp8kit.TENSOR, scale=ONE, role="bias"),
-         "Got role='bias'. ... 'activation' or as a 'weight' ... Pass one of these two words"),
+         "Got role='bias'. ... activation, weight. ... Pass one of these words"),
         (lambda: fp8kit.Scheme("x", fp8kit.ROW, fp8kit.ROW, static=True),
          "Got a static scheme 'x' with row activations. ... one number per layer ... Use "
          "activation=TENSOR"),
