@@ -36,16 +36,8 @@ def _quantize_fake(
     return x.new_empty(x.shape, dtype=dtype), empty_scale(x, GroupShape(*group), layout)
 
 
-def _quantize_static_fake(
-    x: Tensor, scale: Tensor, group: Sequence[int], dtype: torch.dtype
-) -> Tensor:
+def _elementwise_fake(x: Tensor, scale: Tensor, group: Sequence[int], dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
-
-
-def _dequantize_fake(
-    data: Tensor, scale: Tensor, group: Sequence[int], dtype: torch.dtype
-) -> Tensor:
-    return data.new_empty(data.shape, dtype=dtype)
 
 
 def _scaled_mm(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) -> Tensor:
@@ -120,12 +112,12 @@ QUANTIZE = register(
 QUANTIZE_STATIC = register(
     "quantize_static(Tensor x, Tensor scale, int[2] group, ScalarType dtype) -> Tensor",
     bodies.quantize_static,
-    _quantize_static_fake,
+    _elementwise_fake,
 )
 DEQUANTIZE = register(
     "dequantize(Tensor data, Tensor scale, int[2] group, ScalarType dtype) -> Tensor",
     bodies.dequantize,
-    _dequantize_fake,
+    _elementwise_fake,
 )
 SCALED_MM = register(
     "scaled_mm(Tensor x, Tensor? x_scale, Tensor w, Tensor w_scale, Tensor? bias,"
