@@ -152,7 +152,6 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
     After loading, ``model.hf_quantizer.report`` says what was converted and what was not, and why.
     """
 
-    requires_calibration = False
     is_trainable = True
     is_compileable = True
     quantized_element_size = 1

@@ -88,17 +88,16 @@ def _ignoring(announced: Announcement, what: str, names: list[str]) -> Announcem
     return replace(announced, unread=(*announced.unread, said))
 
 
-def group_repeated(problems: Iterable[str], shown: int = 3) -> list[str]:
+def group_repeated(problems: Iterable[str]) -> list[str]:
     """Show some of the problems that differ in numbers only, and count the others."""
     kinds: dict[str, list[str]] = {}
     for text in problems:
         kinds.setdefault(re.sub(r"\d+", "#", text), []).append(text)
     found = []
     for texts in kinds.values():
-        more = len(texts) - shown
-        found += texts[:shown]
-        if more > 0:
-            found[-1] += f" (And {more} more like this.)"
+        found += texts[:3]
+        if len(texts) > 3:
+            found[-1] += f" (And {len(texts) - 3} more like this.)"
     return found
 
 
