@@ -20,10 +20,13 @@ from fp8kit.formats import (
 )
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import dense, layer_options, refusals
-from fp8kit.modules.entries import quantize_weight as quantize_weight
-from fp8kit.modules.entries import quantized_entries, stored_tensors
+from fp8kit.modules.entries import (
+    follow_original,
+    quantize_weight,
+    quantized_entries,
+    stored_tensors,
+)
 from fp8kit.modules.guarded_weight import guarded, taken
-from fp8kit.modules.kept_weight import follow_original
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.parameters import (
     apply_without_casts,
