@@ -236,10 +236,6 @@ class CpuBackends:
         launch(kernel, x, bias, ids, weights)
         return ids, weights
 
-    @staticmethod
-    def supports(_: object) -> None:
-        return None
-
 
 def _fused(
     kernel: Callable[..., None],
@@ -292,23 +288,20 @@ def install(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
     """Let layers and fused producers on a CPU run such kernels, and be recorded."""
     made = CpuBackends()
     backends = {
-        "matmul": MatmulBackend(supports=made.supports, run=lambda *a: made.run(*a)),
+        "matmul": MatmulBackend(run=lambda *a: made.run(*a)),
         "quantizers": QuantizerBackend(
-            supports=made.supports,
-            quantize=made.quantize,
-            quantize_static=made.quantize_static,
+            quantize=made.quantize, quantize_static=made.quantize_static
         ),
         "fused": FusedBackend(
-            supports=made.supports,
             rms_norm=made.rms_norm,
             layer_norm=made.layer_norm,
             activation=made.activation,
             rms_normed=made.rms_normed,
             rotated=made.rotated,
         ),
-        "choice": ChoiceBackend(supports=made.supports, choose=made.choose),
+        "choice": ChoiceBackend(choose=made.choose),
+        "moe": MoeBackend(experts=made.experts),
     }
-    backends["moe"] = MoeBackend(supports=made.supports, experts=made.experts, grouped=None)
     tables = {kind: {"reference": backend} for kind, backend in backends.items()}
     backend_tables.install(monkeypatch, **tables)
     record_on_cpu(monkeypatch)

@@ -59,4 +59,4 @@ def _scales(scale: Tensor | None, group: GroupShape, rows: int, k: int) -> Tenso
     return column.repeat_interleave(rows if group.rows == -1 else group.rows)[:rows]
 
 
-EXPERTS = looping(lambda _: None, multiply)
+EXPERTS = looping(multiply)

@@ -11,7 +11,6 @@ from torch import Tensor
 import fp8kit
 from fp8kit.formats import GROUP128, MX, TENSOR, GroupShape, QTensor
 from fp8kit.moe import Activation
-from fp8kit.moe.activation import ActivationWords
 from numerics import MATMUL_FACTOR
 
 _SWIGLU = Activation()
@@ -146,7 +145,7 @@ def operator_arguments(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) ->
     return (
         x, ids, weights, layer.w13.data, layer.w13.scale, layer.bias13, layer.input_scale,
         layer.w2.data, layer.w2.scale, layer.bias2, layer.input_scale, None, *pair, rounding,
-        *ActivationWords.of(layer.activation), layer.on_input, False, None,
+        *layer.activation.words(), layer.on_input, False, None,
     )  # fmt: skip
 
 

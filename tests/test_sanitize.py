@@ -71,7 +71,7 @@ def test_the_search_for_kernels_can_fail() -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_every_triton_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not sanitize.triton.INTERPRETED.value:
+    if not sanitize.moe_triton.INTERPRETED.value:
         pytest.skip("a GPU is present, so the kernels are compiled for it")
     # on a CPU dispatch would leave the fused kernels out
     backend_tables.install(monkeypatch, fused={"triton": fused_triton.BACKEND})

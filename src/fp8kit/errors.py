@@ -11,11 +11,8 @@ from pathlib import Path
 class _InParts(Exception):
     """An error whose text has three parts: what arrived, what is required, what to do.
 
-    Args:
-        parts: the three, in sentences; or one text that is made of them.
-
-    Example:
-        >>> raise InvalidValue("Got K = 256.", "The weight has K = 128.", "Pass 128 columns.")
+    Each is one sentence or more: what the caller passed, with its shape, dtype or path; what would
+    have been accepted; and the next thing to try, in the imperative. Or one text has all of them.
     """
 
     def __init__(self, *parts: str) -> None:
@@ -43,17 +40,7 @@ class CheckpointError(_InParts, ValueError):
 
 
 def teach(arrived: str, required: str, remedy: str) -> str:
-    """Join the three parts of a text that no exception of this module carries.
-
-    Args:
-        arrived: what the caller passed, with its shape, dtype or path.
-        required: what would have been accepted.
-        remedy: the next thing to try, in the imperative.
-
-    Example:
-        >>> teach("Got K = 256.", "The weight has K = 128.", "Pass x with 128 columns.")
-        'Got K = 256. The weight has K = 128. Pass x with 128 columns.'
-    """
+    """Join the three parts of a text that no exception of this module carries."""
     return f"{arrived} {required} {remedy}"
 
 
@@ -96,16 +83,7 @@ def check_choice(
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Offer the known word that is closest to a mistyped one, as the end of an error text.
 
-    Args:
-        word: what the caller passed.
-        known: what would have been accepted.
-
-    Returns:
-        A sentence with a leading space, or an empty text if nothing is close.
-
-    Example:
-        >>> did_you_mean("fp8_dynamc", ["FP8", "FP8_DYNAMIC"])
-        " Did you mean 'FP8_DYNAMIC'?"
+    That is a sentence with a leading space, or an empty text if nothing is close.
     """
     by_lower = {k.lower(): k for k in known}
     close = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.7)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from fp8kit.errors import InvalidType, InvalidValue, did_you_mean
+from fp8kit.errors import InvalidType, InvalidValue, check_choice, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +179,8 @@ def min_scale(group: GroupShape, dtype: torch.dtype, role: str) -> float:
     Per-token activations use ``1 / (fp8_max * 512)``, as vLLM and FBGEMM do; everything else the
     far lower ``1e-10 / fp8_max``, because weights can be small and must not be coarsened.
     """
-    if role not in ("activation", "weight"):
-        raise InvalidValue(
-            f"Got role={role!r}.",
-            "A tensor is quantized as an 'activation' or as a 'weight'.",
-            "Pass one of these two words; they differ only in the smallest scale.",
-        )
+    remedy = "Pass one of these words; they differ only in the smallest scale."
+    check_choice("role", role, ("activation", "weight"), remedy)
     largest = fp8_format(dtype).max
     return 1 / (largest * 512) if group == ROW and role == "activation" else 1e-10 / largest
 

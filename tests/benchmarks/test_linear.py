@@ -177,7 +177,7 @@ def test_fast_accumulation_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
         asked.append(problem.accum)
         return multiply(operands, problem)
 
-    backend = MatmulBackend(supports=lambda _: None, run=spy)
+    backend = MatmulBackend(run=spy)
     backend_tables.install(monkeypatch, matmul={"reference": backend})
     x, w = torch.randn(2, 32, dtype=torch.bfloat16), torch.randn(16, 32, dtype=torch.bfloat16)
     weights = {"row": [fp8kit.quantize(w, role="weight")]}

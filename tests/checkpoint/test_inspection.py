@@ -119,9 +119,10 @@ def test_layers_that_differ_in_numbers_are_one_line() -> None:
 
 def test_repeated_problems_are_one_line() -> None:
     texts = [f"layers.{i}.weight has no scale." for i in range(5)] + ["b is bad."]
-    assert group_repeated(texts, shown=2) == [
+    assert group_repeated(texts) == [
         "layers.0.weight has no scale.",
-        "layers.1.weight has no scale. (And 3 more like this.)",
+        "layers.1.weight has no scale.",
+        "layers.2.weight has no scale. (And 2 more like this.)",
         "b is bad.",
     ]
     assert str(Inspection("c", problems=texts)).count("PROBLEM") == 4

@@ -23,7 +23,7 @@ from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, GROUP128, ROW, SCHEMES, TENSOR, QTensor, Scheme
 from fp8kit.functional import dequantize
 from fp8kit.io.translation import convert_checkpoint
-from fp8kit.modules.linear import quantize_weight
+from fp8kit.modules.entries import quantize_weight
 from numerics import activation_noise, assert_bits_equal, relative_error
 
 transformers = pytest.importorskip("transformers")

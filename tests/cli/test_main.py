@@ -819,8 +819,8 @@ def test_convert_checkpoint(tmp_path: Path) -> None:
     ("source", "options", "said"),
     [
         ("fp8-block", ("--target", "transformers"), "do not load in transformers"),
-        ("fp8-block", ("--dialect", "quark"), "Those that are written are"),
-        ("fp8-block", ("--target", "tgi"), "Known targets are"),
+        ("fp8-block", ("--dialect", "quark"), "which are written"),
+        ("fp8-block", ("--target", "tgi"), "It is one of vllm, sglang"),
         ("fp8-block", ("--unfit", "drop"), "It is one of refuse, dequantize"),
         ("nowhere", (), "There is no directory"),
     ],

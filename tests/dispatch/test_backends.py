@@ -285,7 +285,7 @@ TIMED = ("first", "second", "third")
 @pytest.fixture
 def timed_backends() -> dict[str, dispatch.Backend]:
     """Return backends that accept everything; the second can be cut in two ways."""
-    backends = {name: dispatch.Backend(supports=lambda _: None) for name in TIMED}
+    backends = {name: dispatch.Backend() for name in TIMED}
     backends["second"].configurations = lambda _: ("narrow", "wide")
     return backends
 

@@ -196,7 +196,11 @@ BF16 = torch.bfloat16
         ),
         (lambda: fused.layer_norm_quantize(X[0], modulation=(X, X)), ValueError, r"\[B, ..., K\]"),
         (lambda: fused.layer_norm_quantize(X, modulation=(X.to(BF16), X)), TypeError, "bfloat16"),
-        (lambda: fused.layer_norm_quantize(X, rounding="no"), ValueError, "'stepwise' or 'once'"),
+        (
+            lambda: fused.layer_norm_quantize(X, rounding="no"),
+            ValueError,
+            "It is one of stepwise, once",
+        ),
     ],
 )
 def test_errors_teach(call: Callable[[], object], kind: type[Exception], text: str) -> None:

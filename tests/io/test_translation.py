@@ -386,8 +386,8 @@ def test_what_is_refused(
     ("options", "message"),
     [
         ({"unfit": "drop"}, "It is one of refuse, dequantize"),
-        ({"target": "tgi"}, "Known targets are"),
-        ({"dialect": "modelopt"}, "Those that are written are"),
+        ({"target": "tgi"}, "It is one of vllm, sglang"),
+        ({"dialect": "modelopt"}, "which are written"),
     ],
 )
 def test_unknown_words(options: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -400,7 +400,7 @@ def test_declines_with_a_reason(changes: dict[str, object], word: str) -> None:
 
 def test_a_cpu_is_declined_where_kernels_are_compiled(triton_compiles: None) -> None:
     described = next(problems((7, 5)))
-    assert triton_gemm.supports(described) == "needs sm80 or later"
+    assert triton_gemm.supports(described) == "needs an NVIDIA GPU from sm80"
 
 
 @pytest.mark.gpu

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import fp8kit
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import SCHEMES, TENSOR, Scheme
-from fp8kit.modules.linear import Fp8Linear, quantize_weight
+from fp8kit.modules.entries import quantize_weight
+from fp8kit.modules.linear import Fp8Linear
 from numerics import assert_bits_equal, assert_matmul, assert_scheme_error, relative_error
 
 N, K = 96, 200

@@ -46,8 +46,8 @@ def timer_of(times: Mapping[str, float]) -> Callable[..., dict[str, float]]:
 @pytest.fixture
 def backends(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], None]:
     """Put a backend that is quick and spoils the right result before the honest one."""
-    quick = MatmulBackend(supports=lambda _: None, run=reference.run)
-    honest = MatmulBackend(supports=lambda _: None, run=reference.run)
+    quick = MatmulBackend(run=reference.run)
+    honest = MatmulBackend(run=reference.run)
     backend_tables.install(
         monkeypatch,
         matmul={"hopper_gemm": quick, "torch_native": honest},

@@ -98,7 +98,7 @@ def test_row_counts_that_are_cut_otherwise_are_warmed_up(
         asked.append((problem.m, problem.n))
         return [5, 8]
 
-    backend = MatmulBackend(supports=lambda _: None, run=multiply, row_counts=row_counts)
+    backend = MatmulBackend(run=multiply, row_counts=row_counts)
     backend_tables.install(monkeypatch, warmup={"reference": backend})
     model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)).to(device, torch.bfloat16)
     fp8kit.convert(model)
@@ -153,7 +153,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ExpertsProblem]]:
         found.append((operands.x.shape[0], problem))
         return reference.BACKEND.experts(operands, problem)
 
-    backend = MoeBackend(supports=lambda _: None, experts=run, grouped=None)
+    backend = MoeBackend(experts=run)
     backend_tables.install(monkeypatch, moe={"reference": backend})
     return found
 

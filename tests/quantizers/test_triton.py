@@ -410,10 +410,10 @@ def test_what_is_supported(request: pytest.FixtureRequest) -> None:
     assert "more than" in triton.supports(problem(GroupShape(256, 256)))
     assert "float64 input" in triton.supports(problem(in_dtype=torch.float64))
     request.getfixturevalue("triton_compiles")
-    assert "no FP8 conversion" in triton.supports(problem(capability=(8, 6)))
+    assert triton.supports(problem(capability=(8, 6))) == "needs an NVIDIA GPU from sm89"
     assert triton.supports(problem(capability=(8, 9))) is None
     elsewhere = QuantizeProblem(ROW, torch.bfloat16, E4M3, "cpu", None)
-    assert triton.supports(elsewhere) == "needs an NVIDIA GPU"
+    assert triton.supports(elsewhere) == "needs an NVIDIA GPU from sm89"
 
 
 # M: one row, a decode batch, both sides of where programs stop sharing rows, prefill

@@ -7,7 +7,6 @@ import platform
 import re
 import shlex
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,14 @@ from fp8kit.cli.options import row_counts as _row_counts
 from fp8kit.cli.options import rows_option as _rows
 from fp8kit.cli.options import together as _together
 from fp8kit.conversion import slower_layers
+from fp8kit.dispatch import timings
 from fp8kit.formats import SCHEMES
 from fp8kit.io import checkpoints, models, translation
 from fp8kit.io.translation import UNFIT
 from fp8kit.runtime.settings import DISABLED_BACKENDS
 
+# whose versions a bug report names
+_NAMED = "torch triton cuda-bindings deep_gemm safetensors transformers compressed-tensors".split()
 _EXPECTED = (ValueError, TypeError, OSError, ImportError, fp8kit.UnsupportedError)
 # they warn of their own parts, which no command uses, when Transformers imports them
 _TALKATIVE = ("torchao", "torch.utils._pytree")
@@ -321,8 +323,7 @@ def env(as_json: bool) -> None:
         "fp8kit": fp8kit.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        **{name: _version(name) for name in ("torch", "triton", "cuda-bindings", "deep_gemm")},
-        **{n: _version(n) for n in ("safetensors", "transformers", "compressed-tensors")},
+        **{name: timings.version(name) for name in _NAMED},
         "cuda": torch.version.cuda or "none",
         "devices": [
             "{} sm{}{}".format(torch.cuda.get_device_name(i), *torch.cuda.get_device_capability(i))
@@ -345,10 +346,3 @@ def _exclusions(patterns: tuple[str, ...], no_defaults: bool) -> list[str] | Non
             "defaults. Use --include to name the layers that you want instead."
         )
     return [] if no_defaults else _patterns(patterns)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"

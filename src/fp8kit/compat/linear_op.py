@@ -110,28 +110,28 @@ class Fp8LinearOp:
                 "Pass input_scale, or make the operator with act_quant_static=False.",
             )
         per_token = self.per_token if use_per_token_if_dynamic is None else use_per_token_if_dynamic
-        scale = None if input_scale is None else as_number(input_scale, input.device)
-        bound = input_scale_ub if scale is None else None
-        bound = None if bound is None else as_number(bound, input.device)
-        return compute(input, w_q, bias, out_dtype, per_token=per_token, scale=scale, bound=bound)
+        scales = (input_scale, input_scale_ub)
+        return compute(input, w_q, bias, *scales, out_dtype=out_dtype, per_token=per_token)
 
 
 def compute(
     x: Tensor,
     w_q: QTensor,
     bias: Tensor | None,
-    out_dtype: torch.dtype | None = None,
+    scale: Tensor | None,
+    bound: Tensor | None,
     *,
+    out_dtype: torch.dtype | None = None,
     per_token: bool = True,
-    scale: Tensor | None = None,
-    bound: Tensor | None = None,
 ) -> Tensor:
     """Compute a linear layer ``[..., K]`` by ``[N, K]``, per tensor or per row, by the core.
 
-    ``scale`` is static, fp32 ``[1, 1]``; dynamic ones are per token, otherwise per tensor, with the
-    amax up to ``bound``, fp32 and one number.
+    ``scale`` is static; without it scales are found per token, or per tensor, with the amax up to
+    ``bound``. Both are one number each.
     """
     scheme = None if scale is not None else _DYNAMIC[w_q.group, per_token]
+    bound = None if bound is None or scale is not None else as_number(bound, x.device)
+    scale = None if scale is None else as_number(scale, x.device)
     return functional.linear(
         x, w_q, bias, scheme=scheme, input_scale=scale, scale_ub=bound, out_dtype=out_dtype
     )

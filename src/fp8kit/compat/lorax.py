@@ -55,11 +55,8 @@ def apply_fp8_linear(
         w_q = _STORED.of(qweight.contiguous(), weight_scale, with_scale)
     else:
         w_q = _VIEWS.of(qweight, weight_scale, with_scale_as_stored)
-    scale = None if input_scale is None else as_number(input_scale, input.device)
-    bound = None
-    if input_scale_ub is not None and scale is None:
-        bound = as_number(input_scale_ub, input.device)
-    return compute(input, w_q, as_vector(qbias, w_q.shape[0]), scale=scale, bound=bound)
+    bias = as_vector(qbias, w_q.shape[0])
+    return compute(input, w_q, bias, input_scale, input_scale_ub)
 
 
 class Fp8Linear(nn.Module):

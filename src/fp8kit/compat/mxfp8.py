@@ -5,7 +5,6 @@ Source: ``vllm/model_executor/layers/quantization/utils/mxfp8_utils.py``.
 
 from __future__ import annotations
 
-import math
 from enum import Enum
 
 import torch
@@ -26,7 +25,6 @@ MXFP8_SCALE_DTYPE = torch.uint8
 MXFP8_BLOCK_SIZE = 32
 _WEIGHT_ONLY = MX_FORMS["MXFP8_WEIGHT_ONLY"]
 _SIZES = ("size_n", "size_k", "out_features", "in_features")
-_TILE_ROWS, _TILE_COLS = 128, 4
 _NATIVE, _WIDE = (10, 0), (8, 0)
 
 
@@ -100,13 +98,8 @@ def mxfp8_e4m3_quantize_fake(
         >>> fp8kit.compat.mxfp8_e4m3_quantize_fake(torch.empty(4, 64, device="meta"))[1].shape
         torch.Size([4, 2])
     """
-    k = x.shape[-1] + (-x.shape[-1] % alignment if alignment else 0)
-    codes = torch.empty((*x.shape[:-1], k), dtype=MXFP8_VALUE_DTYPE, device=x.device)
-    shape = (*x.shape[:-1], -(-k // MXFP8_BLOCK_SIZE))
-    if is_sf_swizzled_layout:
-        rows = -(-shape[-2] // _TILE_ROWS) * _TILE_ROWS
-        shape = (math.prod(shape[:-2]) * rows * (-(-shape[-1] // _TILE_COLS) * _TILE_COLS),)
-    return codes, torch.empty(shape, dtype=MXFP8_SCALE_DTYPE, device=x.device)
+    codes, scales = mxfp8_e4m3_quantize(x.to("meta"), is_sf_swizzled_layout, alignment)
+    return torch.empty_like(codes, device=x.device), torch.empty_like(scales, device=x.device)
 
 
 def dequant_mxfp8_to_bf16(x: Tensor, scales: Tensor) -> Tensor:

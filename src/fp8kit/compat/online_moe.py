@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.compat.arriving import Arriving, Loader, OnlineMethod, check_coded, fill
-from fp8kit.errors import InvalidValue
+from fp8kit.errors import InvalidValue, check_choice
 from fp8kit.formats import SCHEMES, TENSOR, QTensor, Scheme
 from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.moe.activation import Activation
@@ -241,12 +241,8 @@ def _activation(layer: nn.Module, given: Any) -> Activation:
     if isinstance(given, Activation):
         return given
     word = str(getattr(given, "value", given)).lower()
-    if word not in _ACTIVATIONS:
-        raise InvalidValue(
-            f"Got a layer with activation={word!r}.",
-            f"Known are {', '.join(_ACTIVATIONS)}.",
-            "Set layer.activation to one of these, or to a fp8kit.moe.Activation.",
-        )
+    remedy = "Set layer.activation to one of these, or to a fp8kit.moe.Activation."
+    check_choice("activation", word, _ACTIVATIONS, remedy)
     found = _ACTIVATIONS[word]
     limit = getattr(layer, "swiglu_limit", None)
     return found if limit is None or not found.gated else replace(found, limit=float(limit))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,40 +24,38 @@ def observe_amax(
     """
     amax: dict[str, Tensor] = {}
 
-    def see(name: str, x: Tensor) -> None:
+    def see(name: str, x: Tensor, _: Tensor) -> None:
         if x.numel():
             seen = x.detach().abs().amax().float()
             amax[name] = torch.maximum(amax.get(name, seen), seen)
 
     names = list(names)
-    watch_inputs(model, names, run, see)
+    with torch.no_grad(), watching(model, names, see):
+        run(model)
     _check_seen(names, {n: a.item() for n, a in amax.items()})
     return amax
 
 
-def watch_inputs(
-    model: nn.Module,
-    names: Iterable[str],
-    run: Callable[[nn.Module], object],
-    see: Callable[[str, Tensor], None],
-) -> None:
-    """Run a model without gradients, and look at what its layers get.
+@contextmanager
+def watching(
+    model: nn.Module, names: Iterable[str], see: Callable[[str, Tensor, Tensor], None]
+) -> Iterator[None]:
+    """Look at layers while a model runs.
 
-    ``see`` gets the name of a layer and its input at each call.
+    ``see`` gets the name of a layer, its input and its result at each call.
     """
 
     def watch(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            see(name, args[0] if args else kwargs["input"])
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
+            see(name, args[0] if args else kwargs["input"], y)
 
         return hook
 
     handles = [
-        model.get_submodule(n).register_forward_pre_hook(watch(n), with_kwargs=True) for n in names
+        model.get_submodule(n).register_forward_hook(watch(n), with_kwargs=True) for n in names
     ]
     try:
-        with torch.no_grad():
-            run(model)
+        yield
     finally:
         for handle in handles:
             handle.remove()

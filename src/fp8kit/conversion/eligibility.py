@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fp8kit.conversion.patterns import SMALLEST_WEIGHT, size_obstacle, some_of
 from fp8kit.conversion.readers.reads import read_by_code
 from fp8kit.conversion.readers.values import closure
-from fp8kit.conversion.report import ALREADY, Record
+from fp8kit.conversion.report import ALREADY, TIED, Record
 from fp8kit.formats import FLOATS
 from fp8kit.modules.dense import extras, is_linear, unlike_linear
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
@@ -133,7 +133,7 @@ class Eligibility:
         if weight.dtype not in FLOATS:
             return f"its weight is {weight.dtype}; FP8 is made from bf16, fp16 or fp32"
         if id(weight) in self._tied or (not weight.is_meta and weight.data_ptr() in self._tied):
-            return "its weight is tied to another parameter"
+            return TIED
         return ""
 
     @torch.no_grad()

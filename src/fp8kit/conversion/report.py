@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 ALREADY = "already FP8"
+TIED = "its weight is tied to another parameter"
 _MIB = 2**20
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit.conversion.calibration import watch_inputs
+from fp8kit.conversion.calibration import watching
 from fp8kit.conversion.fusion_rules import Link, family_links
 from fp8kit.conversion.model_families import CROSS_SIBLINGS, SIBLINGS
 from fp8kit.formats import Scheme
@@ -120,14 +120,15 @@ def traced_groups(
     calls: list[list[str]] = []
     latest: list[Tensor] = []
 
-    def see(name: str, x: Tensor) -> None:
+    def see(name: str, x: Tensor, _: Tensor) -> None:
         if latest and x is latest[0]:
             calls[-1].append(name)
         else:
             latest[:] = [x]
             calls.append([name])
 
-    watch_inputs(model, names, run, see)
+    with torch.no_grad(), watching(model, names, see):
+        run(model)
     seen: dict[str, set[tuple[str, ...]]] = {}
     for group in {tuple(c) for c in calls}:
         for name in group:

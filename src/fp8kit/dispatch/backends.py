@@ -37,7 +37,7 @@ class Backend:
     All functions read the frozen problem alone, so that they can be tested for any device on a CPU.
 
     Args:
-        supports: why it cannot compute a problem; ``None`` if it can.
+        supports: why it cannot compute a problem; ``None`` if it can, as by default.
         configurations: names of ways to cut a problem among which measured times choose. ``run``
             finds the chosen one in ``problem.configuration``, where an empty name leaves the choice
             to the backend; ``None`` asks dispatch for any.
@@ -46,7 +46,7 @@ class Backend:
         yields_to: a backend that stands before it in the order for a problem, unless that one pads.
     """
 
-    supports: Callable[[Any], str | None]
+    supports: Callable[[Any], str | None] = lambda _: None
     configurations: Callable[[Any], tuple[str, ...]] = lambda _: ()
     cut: Callable[[Any], str] = lambda _: ""
     pads: Callable[[Any], bool] = lambda _: False

@@ -183,10 +183,10 @@ def fingerprint() -> dict[str, str]:
     return {
         "driver": _driver(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "deep_gemm": _version("deep_gemm", "vllm"),  # vLLM brings a copy
-        "cuda_bindings": _version("cuda-bindings"),
-        "nvrtc": _version(*_NVRTC),
+        "triton": version("triton"),
+        "deep_gemm": version("deep_gemm", "vllm"),  # vLLM brings a copy
+        "cuda_bindings": version("cuda-bindings"),
+        "nvrtc": version(*_NVRTC),
         "kernels": kernel_digest(resources.files("fp8kit")),
     }
 
@@ -229,7 +229,7 @@ def _driver() -> str:
     return found.group() if found else text.strip()
 
 
-def _version(*packages: str) -> str:
+def version(*packages: str) -> str:
     """Return the version of the first of these distributions that is installed."""
     for package in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):

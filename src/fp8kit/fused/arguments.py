@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from fp8kit.errors import InvalidType, InvalidValue
+from fp8kit.errors import InvalidType, InvalidValue, check_choice
 from fp8kit.formats import ROW, TENSOR, GroupShape, check_group, fp8_format, min_scale
 from fp8kit.fused.problem import ROUNDINGS
 from fp8kit.ops import validation
@@ -134,12 +134,8 @@ def _check_norm(rounding: str, eps: float, weight_offset: float = 0.0) -> None:
                 "A norm adds numbers.",
                 "For torch's default eps, None, pass torch.finfo(torch.float32).eps.",
             )
-    if rounding not in ROUNDINGS:
-        raise InvalidValue(
-            f"Got rounding={rounding!r}.",
-            "Results are rounded 'stepwise' or 'once'.",
-            "Pass the word that matches the layer that is replaced.",
-        )
+    remedy = "Pass the word that matches the layer that is replaced."
+    check_choice("rounding", rounding, ROUNDINGS, remedy)
 
 
 def _check_modulation(pair: tuple[Tensor, Tensor], x: Tensor, dtype: torch.dtype | None) -> None:

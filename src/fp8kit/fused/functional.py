@@ -11,7 +11,7 @@ from typing import Unpack
 
 from torch import Tensor
 
-from fp8kit.errors import InvalidValue
+from fp8kit.errors import check_choice
 from fp8kit.formats import ROW, QTensor
 from fp8kit.fused import operators
 from fp8kit.fused.arguments import (
@@ -233,10 +233,5 @@ def _paired(found: list[Tensor], options: QuantizeOptions) -> QTensor:
 
 
 def _gelu(approximate: str) -> str:
-    if approximate not in ("none", "tanh"):
-        raise InvalidValue(
-            f"Got approximate={approximate!r}.",
-            "GELU is 'none' (erf) or 'tanh'.",
-            "Pass one of these words.",
-        )
+    check_choice("approximate", approximate, ("none", "tanh"))
     return "gelu" if approximate == "none" else "gelu_tanh"

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from fp8kit.dispatch.backends import require
-from fp8kit.errors import teach
 from fp8kit.formats import GroupShape
 from fp8kit.fused import reference
 from fp8kit.fused.problem import FUSED_BACKENDS, FusedBackend, FusedProblem, Target
-from fp8kit.ops.registration import library, register
+from fp8kit.ops.registration import refuse_backward, register
 from fp8kit.quantizers.scale_layout import empty_scale
 from fp8kit.runtime.replay_cache import Operator
 
@@ -27,16 +26,6 @@ _TARGET = (
     "Tensor? scale, int[2] group, ScalarType dtype, float min_scale, Tensor? scale_ub,"
     ' str scale_rounding, str scale_layout="row"'
 )
-
-
-def _refuse_backward(ctx: Any, *grads: Any) -> None:  # noqa: ARG001
-    raise RuntimeError(
-        teach(
-            "A gradient through a fused norm or activation was asked for.",
-            "Its result is FP8 codes, which have none.",
-            "Use the unfused norm or activation and fp8kit.linear, or wrap it in torch.no_grad().",
-        )
-    )
 
 
 def _target(arguments: Sequence[Any]) -> Target:
@@ -132,7 +121,12 @@ for _schema, _impl, _fake in (
         _activation_fake,
     ),
 ):
-    torch.library.register_autograd(register(_schema, _impl, _fake), _refuse_backward, lib=library)
+    refuse_backward(
+        register(_schema, _impl, _fake),
+        "A gradient through a fused norm or activation was asked for.",
+        "Its result is FP8 codes, which have none.",
+        "Use the unfused norm or activation and fp8kit.linear, or wrap it in torch.no_grad().",
+    )
 
 
 def rms_normed(

@@ -27,13 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp8kit.fused.problem import FusedBackend, FusedProblem, Target
+from fp8kit.fused.problem import FusedBackend, Target
 from fp8kit.quantizers import reference
-
-
-def supports(problem: FusedProblem) -> str | None:
-    """Accept everything: this is the definition."""
-    return None
 
 
 def rms_norm(
@@ -160,7 +155,6 @@ def _mean(x: Tensor) -> Tensor:
 
 
 BACKEND = FusedBackend(
-    supports=supports,
     rms_norm=rms_norm,
     layer_norm=layer_norm,
     activation=activation,

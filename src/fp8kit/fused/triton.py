@@ -20,7 +20,7 @@ from fp8kit.fused.triton_norms import NormOperands, NormSettings, quantize_norm
 from fp8kit.fused.triton_output import TILE_BYTES, Output
 from fp8kit.fused.triton_plain_norm import norm_rows
 from fp8kit.fused.triton_rotary import rotate
-from fp8kit.quantizers.triton_encode import INTERPRETED
+from fp8kit.quantizers.triton_encode import missing_gpu
 
 _LARGEST_GROUP = 256
 
@@ -29,12 +29,9 @@ def supports(problem: FusedProblem) -> str | None:
     """Accept what the kernels cover, or give the reason why not."""
     if problem.in_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"{problem.in_dtype} input; the kernels read bfloat16, float16 and float32"
-    if not INTERPRETED.value:
-        if problem.device_type != "cuda" or torch.version.hip is not None:
-            return "needs an NVIDIA GPU"
-        least = (8, 0) if problem.group is None else (8, 9)  # bf16 arithmetic, or FP8 conversion
-        if problem.capability is None or problem.capability < least:
-            return f"compute capability {problem.capability}; needs {least}"
+    least = (8, 0) if problem.group is None else (8, 9)  # bf16 arithmetic, or FP8 conversion
+    if missing := missing_gpu(problem.capability, least):
+        return missing
     size, norm = problem.k * problem.in_dtype.itemsize, problem.producer not in ACTIVATIONS
     most = TILE_BYTES * (MOST_NORM_TILES if norm else MOST_ACTIVATION_TILES)
     if (norm or problem.group == ROW) and size > most:

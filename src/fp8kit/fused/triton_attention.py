@@ -18,7 +18,7 @@ from torch import Tensor
 from fp8kit.dispatch.device import current
 from fp8kit.fused.attention import AttentionBackend, AttentionProblem
 from fp8kit.fused.triton_output import narrow
-from fp8kit.quantizers.triton_encode import INTERPRETED, widen
+from fp8kit.quantizers.triton_encode import INTERPRETED, missing_gpu, widen
 from fp8kit.runtime.triton_launch import launch
 from fp8kit.runtime.triton_overlap import join_stream, overlaps
 
@@ -36,13 +36,7 @@ def supports(problem: AttentionProblem) -> str | None:
     if max(problem.head_dim, problem.value_dim) > _MOST_DIM or problem.group > _MOST_GROUP:
         most = f"at most {_MOST_GROUP} heads of {_MOST_DIM} elements"
         return f"{problem.group} heads of {problem.head_dim} and {problem.value_dim}; {most}"
-    if INTERPRETED.value:
-        return None
-    if problem.device_type != "cuda" or torch.version.hip is not None:
-        return "needs an NVIDIA GPU"
-    if problem.capability is None or problem.capability < (8, 0):
-        return f"compute capability {problem.capability}; needs (8, 0)"
-    return None
+    return missing_gpu(problem.capability, (8, 0))
 
 
 @triton.jit

@@ -34,7 +34,7 @@ NAME = "fp8kit_sdpa"
 # arguments that change the result
 _OTHERS = ("position_bias", "softcap", "s_aux", "output_attentions")
 _COMPARISON = re.compile(r"""_attn_implementation\s*(==|!=|in\b|not in\b).*["']sdpa["']""")
-_compared: dict[str, bool] = {}  # by the name of a Python module
+_compared: dict[str, bool] = {}  # by the name of a Python module; compilers trace a cache
 _replays: WeakKeyDictionary[nn.Module, ReplayCache] = WeakKeyDictionary()
 
 

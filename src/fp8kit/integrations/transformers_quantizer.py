@@ -31,7 +31,7 @@ from fp8kit.checkpoint.loading.into_module import plan_to_load
 from fp8kit.checkpoint.loading.merged_weights import is_finite
 from fp8kit.conversion import fusion, siblings
 from fp8kit.conversion.plan import refuse_static, warn_of_nothing
-from fp8kit.conversion.report import Report
+from fp8kit.conversion.report import TIED, Report
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import FP8_FORMATS, Scheme
 from fp8kit.integrations import transformers_attention
@@ -54,7 +54,6 @@ if saving.METHOD not in ALL_EXPERTS_FUNCTIONS:
     ALL_EXPERTS_FUNCTIONS.register(saving.METHOD, ALL_EXPERTS_FUNCTIONS["grouped_mm"])
 transformers_attention.register()
 _FUNCTION = "a function: pass the Fp8KitConfig itself, and not its dictionary"
-_TIED = "its weight is tied to another parameter"
 
 
 @register_quantization_config(saving.METHOD)
@@ -153,7 +152,6 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
     After loading, ``model.hf_quantizer.report`` says what was converted and what was not, and why.
     """
 
-    requires_calibration = False
     is_trainable = True
     is_compileable = True
     quantized_element_size = 1
@@ -327,7 +325,7 @@ def decide(model: Any, config: Fp8KitConfig) -> Report:
         links = getattr(model, "all_tied_weights_keys", None) or {}
         tied = {n.removesuffix(".weight") for n in (*links, *links.values())}
         if tied & {record.name, *record.aliases}:
-            record.skip(_TIED, warning=True)
+            record.skip(TIED, warning=True)
     if config.strict:
         report.refuse_blocked()
     report.groups = siblings.find_groups(model, [r.name for r in report.linears])

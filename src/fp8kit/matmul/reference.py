@@ -16,11 +16,6 @@ from fp8kit.quantizers import reference as quantizer
 _INVARIANT_ROWS = 16
 
 
-def supports(problem: MatmulProblem) -> str | None:
-    """Accept everything: this is the definition."""
-    return None
-
-
 def run(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
     """Multiply ``x [M, K]`` by ``w [N, K]``; ``x_scale`` is ``None`` if ``x`` is not quantized."""
     x, x_scale, w, w_scale, bias = operands
@@ -42,4 +37,4 @@ def run(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
     return y.to(problem.out_dtype)
 
 
-BACKEND = MatmulBackend(supports=supports, run=run)
+BACKEND = MatmulBackend(run=run)

@@ -31,7 +31,7 @@ from fp8kit.matmul.triton_gemm_kernels import (
     product_kernel,
     sum_kernel,
 )
-from fp8kit.quantizers.triton_encode import INTERPRETED
+from fp8kit.quantizers.triton_encode import INTERPRETED, missing_gpu
 from fp8kit.runtime.triton_launch import launch
 
 DECODED_ROWS = 64
@@ -143,11 +143,8 @@ def supports(problem: MatmulProblem) -> str | None:
     """Return what the kernels lack for a problem, if anything."""
     if problem.architecture:
         return "needs an NVIDIA GPU"
-    if not INTERPRETED.value:
-        if problem.device_type != "cuda":
-            return "needs an NVIDIA GPU"
-        if problem.capability is None or problem.capability < (8, 0):
-            return "needs sm80 or later"
+    if missing := missing_gpu(problem.capability, (8, 0)):
+        return missing
     if problem.x_group is None and problem.x_dtype not in _COMPUTE:
         return f"multiplies 16-bit activations by FP8 weights, got {problem.x_dtype}"
     if problem.w_group == MX and problem.x_dtype == torch.float16:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fp8kit.dispatch.device import capability
 from fp8kit.errors import CheckpointError, check_choice
-from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme, scale_dtype, stack_scale_shape
+from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme
 from fp8kit.matmul.problem import m_bucket
 from fp8kit.modules.entries import check_form, quantize_weight, stored_entries, stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
@@ -246,10 +246,3 @@ def codes_shape(shape: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
     """Return ``[E, N, K]`` of a stack that may be ``[E, K, N]``."""
     e, n, k = shape
     return (e, k, n) if transposed else shape
-
-
-def empty_stack(shape: tuple[int, ...], scheme: Scheme, device: torch.device) -> QTensor:
-    """Make uninitialized codes and scales of a stack ``[E, N, K]``."""
-    codes = torch.empty(shape, dtype=scheme.dtype, device=device)
-    scales, kind = stack_scale_shape(shape, scheme.weight), scale_dtype(scheme.weight)
-    return QTensor(codes, torch.empty(scales, dtype=kind, device=device), scheme.weight)

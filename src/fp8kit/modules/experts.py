@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.errors import InvalidType, InvalidValue
-from fp8kit.formats import QTensor, Scheme, scale_dtype, stack_scale_shape
+from fp8kit.formats import QTensor, Scheme
 from fp8kit.modules import expert_stacks, refusals
 from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
-from fp8kit.modules.parameters import empty_exponents, frozen
+from fp8kit.modules.parameters import empty_tensors, frozen
 from fp8kit.moe.activation import Activation
 from fp8kit.moe.arguments import check_activation, stacked_scale
 from fp8kit.moe.functional import experts
@@ -85,14 +85,10 @@ class Fp8Experts(ExpertTensors):
         self.stacks = ExpertStacks(first, "down_proj", activation)
         self.scheme, self.originals = Scheme.of(scheme), {}
         self.compute_dtype = dtype or torch.get_default_dtype()
-        group, kind = self.scheme.weight, scale_dtype(self.scheme.weight)
         for name, (n, k) in self._matrices().items():
-            shape = (num_experts, n, k)
-            scales = stack_scale_shape(shape, group)
-            self._hold(name, torch.empty(shape, dtype=self.scheme.dtype, device=device))
-            self._hold(f"{name}_scale", torch.empty(scales, dtype=kind, device=device))
-            if self.scheme.rebased:
-                self._hold(f"{name}_exponents", empty_exponents(shape, device))
+            held = empty_tensors((num_experts, n, k), self.scheme, device, name)
+            for key, tensor in held.items():
+                self._hold(key, tensor)
             biases = torch.empty(num_experts, n, dtype=self.compute_dtype, device=device)
             self._hold(f"{name}_bias", biases if bias else None)
             static = torch.empty(1, 1, dtype=torch.float32, device=device)

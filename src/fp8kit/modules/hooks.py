@@ -14,12 +14,7 @@ LAYER_TENSORS = frozenset("weight bias weight_scale weight_exponents input_scale
 
 
 def carry_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Give a replacement the call hooks of the module it replaces, with their options.
-
-    Args:
-        old: the module that is replaced.
-        new: what takes its place.
-    """
+    """Give a replacement the call hooks of the module it replaces, with their options."""
     for name, value in vars(old).items():
         if "hook" in name and "state_dict" not in name:
             setattr(new, name, value)
@@ -30,12 +25,8 @@ def become(module: nn.Module, other: nn.Module, own: Collection[str] = ()) -> An
 
     Whoever holds it, in a list, an object, a closure or a weak reference, runs what it is now: a
     child that is replaced would stay as it was there. Code that hung attributes, tensors or modules
-    of its own on it finds them there.
-
-    Args:
-        module: of a class whose instances may become ``other``'s: Python checks it.
-        other: gives its class and all that it holds, and is of no use afterwards.
-        own: attributes of the module that go with its class.
+    of its own on it finds them there, but for those named as its ``own``, which go with its class.
+    The other one gives its class and all that it holds, and is of no use afterwards.
     """
     held, new, passing = vars(module), vars(other), "_non_persistent_buffers_set"
     new |= {n: v for n, v in held.items() if "hook" in n or n == "training"}
@@ -52,11 +43,7 @@ def become(module: nn.Module, other: nn.Module, own: Collection[str] = ()) -> An
 
 @functools.cache
 def own_names(kind: Any) -> frozenset[str]:
-    """Name what layers of a class have by themselves: attributes, methods, tensors.
-
-    Args:
-        kind: made as ``nn.Linear`` is.
-    """
+    """Name what layers of a class, made as ``nn.Linear`` is, have by themselves."""
     return frozenset(dir(kind(1, 1, device="meta")))
 
 

@@ -122,11 +122,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def bare(model: nn.Module) -> Iterator[nn.Module]:
-    """Unwrap a model, and for a while all that is wrapped in it: tensors have their own names.
-
-    Args:
-        model: of which single blocks or layers may be compiled or checkpointed.
-    """
+    """Unwrap a model, and for a while all blocks and layers in it: tensors have their own names."""
     model = unwrapped(model)
     wrapped = [
         (held, name, child, inner)

@@ -17,22 +17,23 @@ from fp8kit.formats import (
     QTensor,
     Scheme,
     check_scale,
-    scale_dtype,
-    scale_shape,
 )
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import dense, layer_options, refusals
-from fp8kit.modules.entries import quantize_weight as quantize_weight
-from fp8kit.modules.entries import quantized_entries, stored_tensors
+from fp8kit.modules.entries import (
+    follow_original,
+    quantize_weight,
+    quantized_entries,
+    stored_tensors,
+)
 from fp8kit.modules.guarded_weight import guarded, taken
-from fp8kit.modules.kept_weight import follow_original
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.parameters import (
     apply_without_casts,
     as_bytes,
     cast_dtype,
     deepcopied,
-    empty_exponents,
+    empty_tensors,
     frozen,
 )
 from fp8kit.modules.tracing import traced
@@ -114,12 +115,8 @@ class Fp8Linear(nn.Linear):
         self.shared: Callable[[Fp8Linear, Tensor], Tensor] | None = None  # a SharedInput
         # first: code takes the dtype of a module's first Parameter for that of its numbers
         self.register_parameter("bias", None)
-        shape = (out_features, in_features)
-        scales, kind = scale_shape(shape, self.scheme.weight), scale_dtype(self.scheme.weight)
-        self.weight = frozen(torch.empty(shape, dtype=self.scheme.dtype, device=device))
-        self.weight_scale = frozen(torch.empty(scales, dtype=kind, device=device))
-        if self.scheme.rebased:
-            self.weight_exponents = empty_exponents(shape, device)
+        for name, tensor in empty_tensors((out_features, in_features), self.scheme, device).items():
+            setattr(self, name, frozen(tensor))
         if self.scheme.static:
             self.input_scale = frozen(torch.empty(1, 1, dtype=torch.float32, device=device))
         else:

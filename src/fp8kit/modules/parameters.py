@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.errors import UnsupportedError
-from fp8kit.formats import FP8_FORMATS, MX, scale_shape
+from fp8kit.formats import (
+    FP8_FORMATS,
+    MX,
+    Scheme,
+    scale_dtype,
+    scale_shape,
+    stack_scale_shape,
+)
 from fp8kit.runtime.weight_hazards import invalidate
 
 _BYTES = {1: torch.uint8, 4: torch.int32}
@@ -34,11 +41,19 @@ def any_trained(*layers: nn.Module | None) -> bool:
     )
 
 
-def empty_exponents(
-    shape: tuple[int, ...], device: torch.device | str | None = None
-) -> nn.Parameter:
-    """Make the Parameter of the exponents that a rebased weight ``[..., K]`` keeps, empty."""
-    return frozen(torch.empty(scale_shape(shape, MX), dtype=torch.uint8, device=device))
+def empty_tensors(
+    shape: tuple[int, ...], scheme: Scheme, device: torch.device | str | None, name: str = "weight"
+) -> dict[str, Tensor]:
+    """Make, uninitialized, the tensors by which a layer holds a weight ``[..., N, K]``, by name."""
+    scales, kind = stack_scale_shape(shape, scheme.weight), scale_dtype(scheme.weight)
+    found = {
+        name: torch.empty(shape, dtype=scheme.dtype, device=device),
+        f"{name}_scale": torch.empty(scales, dtype=kind, device=device),
+    }
+    if scheme.rebased:
+        exponents = scale_shape(shape, MX)
+        found[f"{name}_exponents"] = torch.empty(exponents, dtype=torch.uint8, device=device)
+    return found
 
 
 def moved(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:

@@ -24,11 +24,10 @@ from fp8kit.modules.expert_tensors import (
     ExpertStacks,
     ExpertTensors,
     codes_shape,
-    empty_stack,
 )
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.own_forward import settings
-from fp8kit.modules.parameters import empty_exponents, frozen
+from fp8kit.modules.parameters import empty_tensors, frozen
 from fp8kit.moe.functional import experts as run_experts
 
 Gate = Callable[[Tensor], Tensor]
@@ -141,10 +140,7 @@ def held_tensors(module: nn.Module, stacks: ExpertStacks, scheme: Scheme) -> dic
     for name in stacks.names:
         shape = tuple(module.get_parameter(name).shape)
         transposed = stacks.transposed and not isinstance(module, StackedExperts)
-        q = empty_stack(codes_shape(shape, transposed), scheme, torch.device("meta"))
-        found[name], found[f"{name}_scale"] = q.data, q.scale
-        if scheme.rebased:
-            found[f"{name}_exponents"] = empty_exponents(tuple(q.shape), "meta")
+        found |= empty_tensors(codes_shape(shape, transposed), scheme, "meta", name)
         if scheme.static:
             found[f"{name}_input_scale"] = torch.empty(1, 1, dtype=torch.float32, device="meta")
     return found

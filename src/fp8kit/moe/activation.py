@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp8kit.errors import InvalidValue, did_you_mean
+from fp8kit.errors import InvalidValue, check_choice
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 
@@ -51,12 +50,7 @@ class Activation:
     up_offset: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise InvalidValue(
-                f"Got the activation {self.kind!r}.",
-                f"Known are {', '.join(KINDS)}.",
-                "Pass one of these words." + did_you_mean(str(self.kind), KINDS),
-            )
+        check_choice("kind", self.kind, KINDS)
         if self.alpha != 1.0 and self.kind != "silu":
             raise InvalidValue(
                 f"Got alpha={self.alpha} for {self.kind!r}.",
@@ -79,6 +73,10 @@ class Activation:
     def columns(self, intermediate: int) -> int:
         """Return how many columns the first product has, for ``I`` of its result."""
         return 2 * intermediate if self.gated else intermediate
+
+    def words(self) -> tuple[str, bool, bool, float | None, float, float]:
+        """Return the fields in the order of the operator's schema."""
+        return self.kind, self.gated, self.interleaved, self.limit, self.alpha, self.up_offset
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute ``[..., I]`` from the first product, in its dtype.
@@ -146,20 +144,3 @@ def _derivative(kind: str, x: Tensor, alpha: float) -> Tensor:
     how = "tanh" if kind == "gelu_tanh" else "none"
     slope: Tensor = torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=how)
     return slope
-
-
-class ActivationWords(NamedTuple):
-    """An activation as the operator's schema has it, in order."""
-
-    kind: str
-    gated: bool
-    interleaved: bool
-    limit: float | None
-    alpha: float
-    up_offset: float
-
-    @staticmethod
-    def of(activation: Activation) -> ActivationWords:
-        """Spell an activation out."""
-        a = activation
-        return ActivationWords(a.kind, a.gated, a.interleaved, a.limit, a.alpha, a.up_offset)

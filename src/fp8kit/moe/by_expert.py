@@ -27,4 +27,4 @@ def _multiply(
     return bodies.scaled_mm(*operands, x_group, (groups[1].rows, groups[1].cols), *how)
 
 
-BACKEND = looping(supports, _multiply)
+BACKEND = looping(_multiply, supports=supports)

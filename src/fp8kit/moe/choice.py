@@ -89,5 +89,5 @@ def _body(logits: Tensor, bias: Tensor | None, *how: object) -> tuple[Tensor, Te
     return backend.choose(logits, bias, formula)
 
 
-BACKEND = ChoiceBackend(supports=lambda _: None, choose=choose)
+BACKEND = ChoiceBackend(choose=choose)
 CHOOSE = Operator(_body, _registered)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.moe import arguments, operators
-from fp8kit.moe.activation import Activation, ActivationWords
+from fp8kit.moe.activation import Activation
 from fp8kit.ops.operators import autocast
 from fp8kit.ops.validation import activation_format, check_float
 from fp8kit.runtime.replay_cache import cache_on
@@ -84,7 +84,7 @@ def experts(
     )  # fmt: skip
     options = (
         None if x_group is None else (x_group.rows, x_group.cols),
-        (w13.group.rows, w13.group.cols), rounding, *ActivationWords.of(activation),
+        (w13.group.rows, w13.group.cols), rounding, *activation.words(),
         router_weight_on_input, batch_invariant, backend,
     )  # fmt: skip
     call = (operators.LAYER, (x, ids, weights), constants, options)

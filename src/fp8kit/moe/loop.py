@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,10 +67,8 @@ def quantized_intermediate(
     return bodies.quantize_rows(h, group, *settings)
 
 
-def looping(
-    supports: Callable[[ExpertsProblem | GroupedProblem], str | None], multiply: Multiply
-) -> MoeBackend:
-    """Make a backend of a dense product."""
+def looping(multiply: Multiply, **answers: Any) -> MoeBackend:
+    """Make a backend of a dense product; ``answers`` are what ``Backend`` asks."""
 
     def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
         return layer(operands, problem, multiply)
@@ -78,7 +76,7 @@ def looping(
     def grouped(operands: GroupedOperands, problem: GroupedProblem) -> Tensor:
         return product(operands, problem, multiply)
 
-    return MoeBackend(supports=supports, experts=experts, grouped=grouped)
+    return MoeBackend(experts=experts, grouped=grouped, **answers)
 
 
 def layer(operands: ExpertOperands, problem: ExpertsProblem, multiply: Multiply) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8kit.dispatch.backends import require
 from fp8kit.dispatch.device import capability, current
-from fp8kit.errors import teach
+from fp8kit.errors import UnsupportedError
 from fp8kit.formats import GroupShape
 from fp8kit.matmul.problem import m_bucket
 from fp8kit.moe.activation import Activation
@@ -29,7 +29,7 @@ from fp8kit.moe.problem import (
     GroupedProblem,
     MoeBackend,
 )
-from fp8kit.ops.registration import library, register
+from fp8kit.ops.registration import library, refuse_backward, register
 from fp8kit.runtime.replay_cache import Operator
 
 _TENSORS = 12  # first arguments of the operator; the others are its options
@@ -144,12 +144,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: A
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needed = ctx.needs_input_grad
     if any(needed[i] for i in range(_TENSORS) if i not in (_X, _WEIGHTS)):
-        raise RuntimeError(
-            teach(
-                "A gradient to FP8 experts, their scales or biases was asked for.",
-                "Experts are frozen; gradients flow to their input and the router's weights.",
-                "Detach them (quantize weight.detach()), and train an adapter instead.",
-            )
+        raise UnsupportedError(
+            "A gradient to FP8 experts, their scales or biases was asked for.",
+            "Experts are frozen; gradients flow to their input and the router's weights.",
+            "Detach them (quantize weight.detach()), and train an adapter instead.",
         )
     tensors = ctx.saved_tensors
     grad_x, grad_weights = torch.ops.fp8kit.experts_backward(grad, *tensors, *ctx.options)
@@ -159,17 +157,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(found)
 
 
-def _refuse_backward(ctx: Any, *grads: Tensor) -> None:  # noqa: ARG001
-    raise RuntimeError(
-        teach(
-            "A gradient through grouped_scaled_mm, or a second one through experts, was asked for.",
-            "Only fp8kit.moe.experts and Fp8Experts are differentiable, once.",
-            "Use one of them, or wrap the call in torch.no_grad().",
-        )
-    )
-
-
 torch.library.register_autograd(EXPERTS, _backward, setup_context=_save, lib=library)
 for _op in (EXPERTS_BACKWARD, GROUPED_SCALED_MM):
-    torch.library.register_autograd(_op, _refuse_backward, lib=library)
+    refuse_backward(
+        _op,
+        "A gradient through grouped_scaled_mm, or a second one through experts, was asked for.",
+        "Only fp8kit.moe.experts and Fp8Experts are differentiable, once.",
+        "Use one of them, or wrap the call in torch.no_grad().",
+    )
 LAYER = Operator(experts, torch.ops.fp8kit.experts)

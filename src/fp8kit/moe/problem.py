@@ -199,4 +199,4 @@ class MoeBackend(Backend):
     """
 
     experts: Callable[[ExpertOperands, ExpertsProblem], Tensor]
-    grouped: Callable[[GroupedOperands, GroupedProblem], Tensor] | None
+    grouped: Callable[[GroupedOperands, GroupedProblem], Tensor] | None = None

@@ -19,12 +19,6 @@ from fp8kit.formats import GroupShape
 from fp8kit.matmul import reference as matmul
 from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
 from fp8kit.moe.loop import Products, looping
-from fp8kit.moe.problem import ExpertsProblem, GroupedProblem
-
-
-def supports(problem: ExpertsProblem | GroupedProblem) -> str | None:
-    """Accept everything: this is the definition."""
-    return None
 
 
 def _multiply(
@@ -35,4 +29,4 @@ def _multiply(
     return matmul.run(operands, problem)
 
 
-BACKEND = looping(supports, _multiply)
+BACKEND = looping(_multiply)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fp8kit.errors import InvalidType, InvalidValue
+from fp8kit.errors import InvalidType, InvalidValue, check_choice
 from fp8kit.moe.choice import CHOOSE, SCORINGS, Formula, scores_of, weights_of
 from fp8kit.ops.validation import check_float, check_operand
 
@@ -163,12 +163,7 @@ def _check_counts(logits: Tensor, top_k: int) -> None:
 
 
 def _check_options(logits: Tensor, scoring: str, correction_bias: Tensor | None) -> None:
-    if scoring not in SCORINGS:
-        raise InvalidValue(
-            f"Got scoring={scoring!r}.",
-            "Scores are a 'softmax' over all experts or a 'sigmoid' of each.",
-            "Pass one of these words, or a custom function.",
-        )
+    check_choice("scoring", scoring, SCORINGS, "Pass one of these, or a custom function.")
     if correction_bias is not None:
         check_operand("correction_bias", correction_bias, (logits.shape[1],), logits, None)
 

@@ -11,7 +11,7 @@ one sum along K: the bits of a row depend on nothing but the row.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -149,7 +149,7 @@ def cut_product(dense: MatmulProblem, rows_each: int, device: Device, weights: i
     ``weights`` is 0 for a plain product; else the features of a tile are a group of the second
     product, made of one weight or of two. The rest is as in ``Product``.
     """
-    problem = _with_rows(dense, rows_each)
+    problem = replace(dense, m=rows_each)
     tile = choose_tile(problem, device)
     # wgmma takes its operands from shared memory; elsewhere they, or partial sums, need registers
     most = _MOST_ROWS if (problem.capability or (9, 0))[0] == 9 else _MOST_ROWS // 2
@@ -294,34 +294,29 @@ def _rows_each(problem: ExpertsProblem) -> int:
     return m_bucket(-(-problem.m * problem.top_k // problem.experts))
 
 
-def _with_rows(dense: MatmulProblem, rows: int) -> MatmulProblem:
-    return MatmulProblem(
-        rows, dense.n, dense.k, dense.x_group, dense.w_group, dense.x_dtype, dense.w_dtype,
-        dense.out_dtype, False, "precise", False, dense.device_type, dense.capability,
-    )  # fmt: skip
-
-
 def _first(p: ExpertsProblem) -> MatmulProblem:
-    kind = p.x_dtype if p.x_group is None else p.w_dtype
     columns = p.activation.columns(p.intermediate)
-    return MatmulProblem(
-        1, columns, p.hidden, p.x_group, p.w_group, kind, p.w_dtype, torch.float32, False,
-        "precise", False, p.device_type, p.capability,
-    )  # fmt: skip
+    return _of_one_row(p, (columns, p.hidden), p.x_group, torch.float32)
 
 
 def _second(p: ExpertsProblem) -> MatmulProblem:
-    kind = p.x_dtype if p.x_group is None else p.w_dtype
-    return MatmulProblem(
-        1, p.hidden, p.intermediate, p.intermediate_group, p.w_group, kind, p.w_dtype, p.x_dtype,
-        False, "precise", False, p.device_type, p.capability,
-    )  # fmt: skip
+    return _of_one_row(p, (p.hidden, p.intermediate), p.intermediate_group, p.x_dtype)
 
 
 def _dense(p: GroupedProblem) -> MatmulProblem:
+    return _of_one_row(p, (p.n, p.k), p.x_group, p.out_dtype)
+
+
+def _of_one_row(
+    p: ExpertsProblem | GroupedProblem,
+    shape: tuple[int, int],
+    x_group: GroupShape | None,
+    out_dtype: torch.dtype,
+) -> MatmulProblem:
+    codes = isinstance(p, ExpertsProblem) and x_group is not None
     return MatmulProblem(
-        1, p.n, p.k, p.x_group, p.w_group, p.x_dtype, p.w_dtype, p.out_dtype, False,
-        "precise", False, p.device_type, p.capability,
+        1, *shape, x_group, p.w_group, p.w_dtype if codes else p.x_dtype, p.w_dtype, out_dtype,
+        False, "precise", False, p.device_type, p.capability,
     )  # fmt: skip
 
 

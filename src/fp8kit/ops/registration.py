@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from fp8kit.errors import UnsupportedError
+
 library: Any = torch.library.Library("fp8kit", "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -23,6 +25,15 @@ def register(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) ->
     for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
         library.impl(name, _outside_autocast(name, device_type), key)
     return f"fp8kit::{name}"
+
+
+def refuse_backward(name: str, *said: str) -> None:
+    """Let gradients through an operator of this qualified name raise three sentences."""
+
+    def backward(*_: Any) -> None:
+        raise UnsupportedError(*said)
+
+    torch.library.register_autograd(name, backward, lib=library)
 
 
 def _outside_autocast(name: str, device_type: str) -> Callable[..., Any]:

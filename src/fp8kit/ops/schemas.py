@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import teach
+from fp8kit.errors import UnsupportedError
 from fp8kit.formats import GroupShape
 from fp8kit.ops import bodies
-from fp8kit.ops.registration import library, register
+from fp8kit.ops.registration import library, refuse_backward, register
 from fp8kit.quantizers.scale_layout import empty_scale
 from fp8kit.runtime.joined_memory import as_one
 from fp8kit.runtime.replay_cache import Operator, cache_on, call_on
@@ -36,16 +36,8 @@ def _quantize_fake(
     return x.new_empty(x.shape, dtype=dtype), empty_scale(x, GroupShape(*group), layout)
 
 
-def _quantize_static_fake(
-    x: Tensor, scale: Tensor, group: Sequence[int], dtype: torch.dtype
-) -> Tensor:
+def _elementwise_fake(x: Tensor, scale: Tensor, group: Sequence[int], dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
-
-
-def _dequantize_fake(
-    data: Tensor, scale: Tensor, group: Sequence[int], dtype: torch.dtype
-) -> Tensor:
-    return data.new_empty(data.shape, dtype=dtype)
 
 
 def _scaled_mm(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) -> Tensor:
@@ -120,12 +112,12 @@ QUANTIZE = register(
 QUANTIZE_STATIC = register(
     "quantize_static(Tensor x, Tensor scale, int[2] group, ScalarType dtype) -> Tensor",
     bodies.quantize_static,
-    _quantize_static_fake,
+    _elementwise_fake,
 )
 DEQUANTIZE = register(
     "dequantize(Tensor data, Tensor scale, int[2] group, ScalarType dtype) -> Tensor",
     bodies.dequantize,
-    _dequantize_fake,
+    _elementwise_fake,
 )
 SCALED_MM = register(
     "scaled_mm(Tensor x, Tensor? x_scale, Tensor w, Tensor w_scale, Tensor? bias,"
@@ -161,12 +153,10 @@ def save_for_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of the operator ``linear``; raises for those of weight and scales."""
     if any(ctx.needs_input_grad[i] for i in (1, 2, 4, 5)):
-        raise RuntimeError(
-            teach(
-                "A gradient to an FP8 weight or to a scale was asked for.",
-                "FP8 layers are frozen; gradients flow to their input and their bias.",
-                "Detach them (quantize weight.detach()), and train an adapter instead.",
-            )
+        raise UnsupportedError(
+            "A gradient to an FP8 weight or to a scale was asked for.",
+            "FP8 layers are frozen; gradients flow to their input and their bias.",
+            "Detach them (quantize weight.detach()), and train an adapter instead.",
         )
     w, w_scale = ctx.saved_tensors
     grad_x = grad_bias = None
@@ -178,16 +168,11 @@ def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (grad_x, None, None, grad_bias, *[None] * 8)
 
 
-def _refuse_backward(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError(
-        teach(
-            "A gradient through quantize, dequantize or scaled_mm was asked for.",
-            "Only fp8kit.linear and Fp8Linear are differentiable, in their input and bias.",
-            "Use one of them, or wrap the call in torch.no_grad().",
-        )
-    )
-
-
 torch.library.register_autograd(LINEAR, linear_backward, setup_context=save_for_linear, lib=library)
 for _op in (QUANTIZE, QUANTIZE_STATIC, DEQUANTIZE, SCALED_MM, JOINED_LINEAR):
-    torch.library.register_autograd(_op, _refuse_backward, lib=library)
+    refuse_backward(
+        _op,
+        "A gradient through quantize, dequantize or scaled_mm was asked for.",
+        "Only fp8kit.linear and Fp8Linear are differentiable, in their input and bias.",
+        "Use one of them, or wrap the call in torch.no_grad().",
+    )

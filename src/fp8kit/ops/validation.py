@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fp8kit.errors import InvalidType, InvalidValue, did_you_mean, teach
+from fp8kit.errors import InvalidType, InvalidValue, check_choice, did_you_mean, teach
 from fp8kit.formats import (
     BLOCK,
     FLOATS,
@@ -325,10 +325,7 @@ def check_operands(x: Tensor, w: Tensor, bias: Tensor | None, accum: str) -> Non
                 "A matmul runs on one device.",
                 "Move them to the same device.",
             )
-    if accum not in ("precise", "fast"):
-        raise InvalidValue(
-            f"Got accum={accum!r}.", "Sums are 'precise' or 'fast'.", "Pass one of these words."
-        )
+    check_choice("accum", accum, ("precise", "fast"))
 
 
 def check_operand(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from fp8kit.conversion.calibration import watching
 from fp8kit.conversion.report import table
 from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.modules.linear import Fp8Linear
@@ -142,13 +143,13 @@ def evaluate(model: nn.Module, reference: nn.Module, data: Iterable[Batch]) -> E
     with torch.no_grad(), _evaluating(model), _evaluating(reference):
         for batch in data:
             seen: dict[str, list[Tensor]] = {name: [] for name in pairs}
-            with _watching(reference, pairs, _isolated(pairs, own, seen)):
+            with watching(reference, pairs, _isolated(pairs, own, seen)):
                 expected = _call(reference, batch)
-            with _watching(model, pairs, _drifting(drift, seen)):
+            with watching(model, pairs, _drifting(drift, seen)):
                 got = _call(model, batch)
             for name, left in seen.items():
                 if left:  # the reference called it more often
-                    drift[name].spoil()
+                    drift[name].valid = False
             output.add(_main_tensor(expected), _main_tensor(got))
             tokens.add(expected, got, batch)
     layers = [
@@ -178,9 +179,6 @@ class _Noise:
         self.signal += expected.square().sum().item()
         self.noise += (got - expected).square().sum().item()
         self.calls += 1
-
-    def spoil(self) -> None:
-        self.valid = False
 
     def sqnr(self) -> float:
         if self.noise == 0:
@@ -263,31 +261,11 @@ def _drifting(
     def compare(name: str, _: Tensor, y: Tensor) -> None:
         expected = seen[name].pop(0) if seen[name] else None
         if expected is None or expected.shape != y.shape:  # routed otherwise, say
-            drift[name].spoil()
+            drift[name].valid = False
         else:
             drift[name].add(expected, y)
 
     return compare
-
-
-@contextmanager
-def _watching(
-    model: nn.Module, names: Iterable[str], see: Callable[[str, Tensor, Tensor], None]
-) -> Any:
-    def hook_of(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
-            see(name, args[0] if args else kwargs["input"], y)
-
-        return hook
-
-    handles = [
-        model.get_submodule(n).register_forward_hook(hook_of(n), with_kwargs=True) for n in names
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

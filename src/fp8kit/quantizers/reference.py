@@ -15,17 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8kit.formats import MX, TENSOR, Fp8Format, GroupShape, fp8_format, scale_shape
-from fp8kit.quantizers.problem import QuantizeProblem, QuantizerBackend
+from fp8kit.quantizers.problem import QuantizerBackend
 from fp8kit.quantizers.scale_layout import laid_out
 
 _MANTISSA_MASK = 0x7FFFFF
 _EXPONENT_MASK = 0x7F800000
 _E8M0_NAN = 255
-
-
-def supports(problem: QuantizeProblem) -> str | None:
-    """Accept everything: this is the definition."""
-    return None
 
 
 def quantize(
@@ -147,4 +142,4 @@ def _divided(amax: Tensor, divisor: float) -> Tensor:
     return amax / torch.full_like(amax, divisor)
 
 
-BACKEND = QuantizerBackend(supports=supports, quantize=quantize, quantize_static=quantize_static)
+BACKEND = QuantizerBackend(quantize=quantize, quantize_static=quantize_static)

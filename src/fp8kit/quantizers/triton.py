@@ -17,7 +17,7 @@ from fp8kit.formats import FLOATS, MX, TENSOR, GroupShape, fp8_format
 from fp8kit.quantizers import hopper_rows, reference
 from fp8kit.quantizers.problem import QuantizeProblem, QuantizerBackend
 from fp8kit.quantizers.scale_layout import empty_scale
-from fp8kit.quantizers.triton_encode import INTERPRETED, ScaleRule, division_of
+from fp8kit.quantizers.triton_encode import ScaleRule, division_of, missing_gpu
 from fp8kit.quantizers.triton_groups import group_tile, quantize_blocks, quantize_groups
 from fp8kit.quantizers.triton_rows import quantize_rows, row_tile
 from fp8kit.quantizers.triton_tensor import quantize_tensor, tensor_tile
@@ -30,12 +30,7 @@ def supports(problem: QuantizeProblem) -> str | None:
     """Accept what the kernels cover, or give the reason why not."""
     if problem.in_dtype not in FLOATS:
         return f"{problem.in_dtype} input; the kernels read bfloat16, float16 and float32"
-    if not INTERPRETED.value:
-        if problem.device_type != "cuda" or torch.version.hip is not None:
-            return "needs an NVIDIA GPU"
-        if problem.capability is None or problem.capability < (8, 9):
-            return f"compute capability {problem.capability} has no FP8 conversion, (8, 9) has"
-    return _group_reason(problem.group)
+    return missing_gpu(problem.capability, (8, 9)) or _group_reason(problem.group)
 
 
 def _group_reason(group: GroupShape) -> str | None:

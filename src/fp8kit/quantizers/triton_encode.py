@@ -52,6 +52,13 @@ _QUIET_NAN = tl.constexpr(0x7FC00000)
 _E8M0_NAN = tl.constexpr(255)
 
 
+def missing_gpu(capability: tuple[int, int] | None, least: tuple[int, int]) -> str | None:
+    """Return what kernels need that a device is not; their interpreter runs on every one."""
+    if INTERPRETED.value or (capability is not None and capability >= least):
+        return None
+    return f"needs an NVIDIA GPU from sm{least[0]}{least[1]}"
+
+
 class ScaleRule(NamedTuple):
     """The numbers of one quantization, the same for every tile.
 

@@ -30,7 +30,7 @@ from fp8kit.checkpoint.dialects.mxfp8 import MXFP8_PLAIN as MXFP8_PLAIN
 from fp8kit.checkpoint.dialects.quark import QUARK
 from fp8kit.checkpoint.dialects.torchao import TORCHAO
 from fp8kit.checkpoint.dialects.transformers_fp8 import TRANSFORMERS_FP8 as TRANSFORMERS_FP8
-from fp8kit.errors import CheckpointError, InvalidValue, did_you_mean
+from fp8kit.errors import CheckpointError, check_choice
 
 # the first is the default; a config counts only where tensors do not give another dialect away
 DIALECTS: tuple[Dialect, ...] = (
@@ -95,10 +95,6 @@ def dialect_named(name: str) -> Dialect:
     Raises ``ValueError`` for an unknown name, or one that is only read.
     """
     writable = {d.name: d for d in DIALECTS if d.writable}
-    if name not in writable:
-        raise InvalidValue(
-            f"Got dialect {name!r}.",
-            f"Those that are written are {', '.join(sorted(writable))}.",
-            "Name one of them, or name a target instead." + did_you_mean(name, writable),
-        )
+    remedy = "Name one of these, which are written, or name a target instead."
+    check_choice("dialect", name, sorted(writable), remedy)
     return writable[name]

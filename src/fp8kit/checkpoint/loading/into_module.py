@@ -201,8 +201,10 @@ def end(model: nn.Module, layers: Layers, arrivals: Placement) -> list[str]:
 
 def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype) -> Layers:
     found = Layers()
-    names = _names_of_linears(model)
     modules = dict(model.named_modules(remove_duplicate=False))
+    names: dict[nn.Module, list[str]] = defaultdict(list)
+    for name, module in modules.items():
+        names[module].append(name)
     shapes = shapes_of(expected_state(model, found))
     found.experts = experts_in_checkpoint(model, checkpoint, shapes)
     read = read_by_code(model) if checkpoint.layers else {}
@@ -281,14 +283,6 @@ def layers_by_plan(model: nn.Module, options: PlanOptions, dtype: torch.dtype) -
         layer = _empty(module, scheme, dtype)
         found.made.update(dict.fromkeys((record.name, *record.aliases), layer))
     return found
-
-
-def _names_of_linears(model: nn.Module) -> dict[nn.Module, list[str]]:
-    names: dict[nn.Module, list[str]] = defaultdict(list)
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Linear):
-            names[module].append(name)
-    return names
 
 
 def _empty(dense: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> Fp8Linear:

@@ -28,7 +28,9 @@ def decode_weight(layer: Layer, raw: Tensor, where: str) -> Tensor:
         return codes
     if (raw.view(torch.uint8) == FP8_FORMATS[_FNUZ].nan_code).any():
         raise _not_numbers(where)
-    return codes.view(_FN) if _same_bits(raw) else codes.float().to(_FN)
+    # e4m3fnuz codes mean twice their value when read as e4m3fn; all but 240, which is NaN there:
+    # with that, the codes are cast, and only the smallest ones rounded
+    return codes.float().to(_FN) if _has_largest(raw) else codes.view(_FN)
 
 
 def decode_scale(layer: Layer, raw: Tensor, weight: Callable[[], Tensor], where: str) -> Tensor:
@@ -38,7 +40,7 @@ def decode_scale(layer: Layer, raw: Tensor, weight: Callable[[], Tensor], where:
     is called for e4m3fnuz only. Raises ``CheckpointError`` for a scale that is not finite and
     positive.
     """
-    halved = layer.codes == _FNUZ and _same_bits(weight())
+    halved = layer.codes == _FNUZ and not _has_largest(weight())
     wanted = scale_shape(layer.shape, layer.group)
     if layer.group == MX:
         scale = raw.view(torch.uint8)
@@ -46,9 +48,7 @@ def decode_scale(layer: Layer, raw: Tensor, weight: Callable[[], Tensor], where:
         if (scale == 255).any() or (halved and (scale == 0).any()):
             raise _not_numbers(where)
         return (scale - 1 if halved else scale).reshape(wanted)
-    scale = raw.float()
-    _check_positive(scale, where)
-    scale = scale / 2 if halved else scale
+    scale = _positive(raw, halved, where)
     if layer.transposed and layer.group.rows > 1:
         scale = scale.transpose(-1, -2).contiguous()
     if layer.group == ROW and scale.numel() != torch.Size(wanted).numel():
@@ -62,9 +62,7 @@ def decode_input_scale(layer: Layer, raw: Tensor, where: str) -> Tensor:
     Fused layers with one scale for each part get the largest, as engines do. Raises
     ``CheckpointError`` for a scale that is not finite and positive.
     """
-    scale = raw.float()
-    _check_positive(scale, where)
-    scale = scale / 2 if layer.codes == _FNUZ else scale
+    scale = _positive(raw, layer.codes == _FNUZ, where)
     stacked = len(layer.shape) == 3 and scale.numel() >= layer.shape[0] > 1
     return scale.reshape(layer.shape[0] if stacked else 1, -1).amax(1, keepdim=True)
 
@@ -74,9 +72,7 @@ def decode_cache_scale(raw: Tensor, fnuz: bool, where: str) -> Tensor:
 
     Raises ``CheckpointError`` for a scale that is not finite and positive.
     """
-    scale = raw.float()
-    _check_positive(scale, where)
-    scale = scale / 2 if fnuz else scale
+    scale = _positive(raw, fnuz, where)
     return scale if scale.dim() == 3 else scale.reshape(1)
 
 
@@ -84,15 +80,6 @@ def check_codes(codes: Tensor, where: str) -> None:
     """Refuse codes that hold NaN, which no quantizer of finite weights writes."""
     if _has_largest(codes):
         raise _not_numbers(where)
-
-
-def _same_bits(codes: Tensor) -> bool:
-    """Return whether e4m3fnuz codes mean twice their value when read as e4m3fn.
-
-    All do but those of 240, which is NaN there. With these, the codes are cast and only the
-    smallest ones rounded.
-    """
-    return not _has_largest(codes)
 
 
 def _has_largest(codes: Tensor) -> bool:
@@ -114,13 +101,16 @@ def _spread(scale: Tensor, layer: Layer, wanted: tuple[int, ...]) -> Tensor:
     return spread.expand(wanted).contiguous()
 
 
-def _check_positive(scale: Tensor, where: str) -> None:
+def _positive(raw: Tensor, halved: bool, where: str) -> Tensor:
+    """Return multipliers in fp32, halved with the bits of e4m3fnuz; refuse what are none."""
+    scale = raw.float()
     if not (scale.isfinite() & (scale > 0)).all():
         raise CheckpointError(
             f"{where} holds NaN, infinite, zero or negative values.",
             "Scales are finite and positive.",
             "The file is damaged: get or make it again.",
         )
+    return scale / 2 if halved else scale
 
 
 def _not_numbers(where: str) -> CheckpointError:

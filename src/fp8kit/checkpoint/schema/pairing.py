@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -51,7 +51,9 @@ def interpret(source: Source) -> Reading:
     try:
         dialect = detect(source)
         if dialect is None:
-            return _high_precision(source.kinds)
+            coded = [n for n, (dtype, _) in sorted(source.kinds.items()) if dtype in CODES]
+            problems = [_stray(n, source.kinds[n][0]) for n in coded]
+            return Reading(tensors={n: n for n in source.kinds}, problems=problems)
         announced = dialect.parse(source)
     except CheckpointError as error:
         return Reading(tensors={n: n for n in source.kinds}, problems=[str(error)])
@@ -86,25 +88,16 @@ def _ignoring(announced: Announcement, what: str, names: list[str]) -> Announcem
     return replace(announced, unread=(*announced.unread, said))
 
 
-def group_repeated(problems: Iterable[str], shown: int = 3) -> list[str]:
+def group_repeated(problems: Iterable[str]) -> list[str]:
     """Show some of the problems that differ in numbers only, and count the others."""
     kinds: dict[str, list[str]] = {}
     for text in problems:
         kinds.setdefault(re.sub(r"\d+", "#", text), []).append(text)
     found = []
     for texts in kinds.values():
-        more = len(texts) - shown
-        found += texts[:shown]
-        if more > 0:
-            found[-1] += f" (And {more} more like this.)"
-    return found
-
-
-def _high_precision(kinds: Kinds) -> Reading:
-    found = Reading(tensors={name: name for name in kinds})
-    for name, (dtype, _) in sorted(kinds.items()):
-        if dtype in CODES:
-            found.problems.append(_stray(name, dtype))
+        found += texts[:3]
+        if len(texts) > 3:
+            found[-1] += f" (And {len(texts) - 3} more like this.)"
     return found
 
 
@@ -135,7 +128,7 @@ def _announced_scheme(announced: Announcement) -> Scheme:
 def _add_layer(
     found: Reading, name: str, parts: Parts, source: Source, announced: Announcement
 ) -> None:
-    problems = _pairing_problems(name, parts, source.kinds)
+    problems = list(_pairing_problems(name, parts, source.kinds))
     held = {
         "weight": [parts.weight] if parts.weight else [],
         "weight_scale": parts.scales,
@@ -251,19 +244,18 @@ def _is_turned(name: str, kinds: Kinds) -> bool:
     return (first, width) == (last, 2 * inner)
 
 
-def _pairing_problems(name: str, parts: Parts, kinds: Kinds) -> list[str]:
+def _pairing_problems(name: str, parts: Parts, kinds: Kinds) -> Iterator[str]:
     weight = named(name, "weight")
     if not parts.weight:
         packed = next((n for n in (weight, named(name, "_weight_qdata")) if n in kinds), "")
         if packed and not kinds[packed][0].is_floating_point:
-            return [
-                teach(
-                    f"{packed} is {kinds[packed][0]}, with scales beside it.",
-                    "Weights are read that are FP8 (float8_e4m3fn), not INT8 or INT4; FP4 in the "
-                    "layouts that docs/checkpoints.md lists.",
-                    "Start from the high-precision checkpoint that it was made of.",
-                )
-            ]
+            yield teach(
+                f"{packed} is {kinds[packed][0]}, with scales beside it.",
+                "Weights are read that are FP8 (float8_e4m3fn), not INT8 or INT4; FP4 in the "
+                "layouts that docs/checkpoints.md lists.",
+                "Start from the high-precision checkpoint that it was made of.",
+            )
+            return
         held = kinds[weight][0] if weight in kinds else None
         beside = f", but one of {held}" if held else ""
         remedy = "A shard may be missing or mixed up: get the checkpoint again."
@@ -272,43 +264,35 @@ def _pairing_problems(name: str, parts: Parts, kinds: Kinds) -> list[str]:
                 "Transformers saves this of a model that it loaded in FP8 and decoded: take the "
                 "FP8 checkpoint, and save what fp8kit.load makes of it."
             )
-        return [
-            teach(
+        for scale in (*parts.scales, *parts.input_scales):
+            yield teach(
                 f"{scale} has no FP8 {weight} beside it{beside}.",
                 "A scale belongs to an FP8 weight.",
                 f"{remedy} Rename it if it is a parameter of the model itself.",
             )
-            for scale in (*parts.scales, *parts.input_scales)
-        ]
+        return
     dtype, shape = kinds[parts.weight]
     if dtype not in _READ or len(shape) not in (2, 3):
-        return [
-            teach(
-                f"{parts.weight} is {dtype} of shape {list(shape)}.",
-                "FP8 weights are float8_e4m3fn matrices [N, K], or stacks of them [E, N, K].",
-                "Export the model again.",
-            )
-        ]
-    problems = []
+        yield teach(
+            f"{parts.weight} is {dtype} of shape {list(shape)}.",
+            "FP8 weights are float8_e4m3fn matrices [N, K], or stacks of them [E, N, K].",
+            "Export the model again.",
+        )
+        return
     if not parts.scales:
         scale = standard_names(name, parts.stack)["weight_scale"]
-        problems.append(
-            teach(
-                f"{parts.weight} is {dtype} and has no {scale}.",
-                "The codes mean nothing without their scales.",
-                "A shard may be missing: get the checkpoint again.",
-            )
+        yield teach(
+            f"{parts.weight} is {dtype} and has no {scale}.",
+            "The codes mean nothing without their scales.",
+            "A shard may be missing: get the checkpoint again.",
         )
     for scales in (parts.scales, parts.input_scales):
         if len(scales) > 1:
-            problems.append(
-                teach(
-                    f"{parts.weight} has {' and '.join(scales)} beside it.",
-                    "A weight has one scale; two leave open which one counts.",
-                    "Remove the one that does not belong, or export the model again.",
-                )
+            yield teach(
+                f"{parts.weight} has {' and '.join(scales)} beside it.",
+                "A weight has one scale; two leave open which one counts.",
+                "Remove the one that does not belong, or export the model again.",
             )
-    return problems
 
 
 def _add_cache_scale(found: Reading, ours: str, on_disk: list[str], kinds: Kinds) -> None:

@@ -16,7 +16,7 @@ from fp8kit.checkpoint.dialects import MXFP8_INVERSE as MXFP8
 from fp8kit.checkpoint.dialects import TRANSFORMERS_FP8 as FP8
 from fp8kit.conversion.model_families import MERGED_BY_ENGINES
 from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import CheckpointError, InvalidValue, did_you_mean
+from fp8kit.errors import CheckpointError, check_choice
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, Scheme
 
 TARGETS: tuple[str, ...] = ("vllm", "sglang", "transformers")
@@ -99,12 +99,7 @@ def dialect_for(target: str, scheme: Scheme, config: Mapping[str, Any] = NO_CONF
     Raises ``ValueError`` for an unknown target, and ``CheckpointError`` if the target cannot load
     the scheme, with the reason and an alternative.
     """
-    if target not in TARGETS:
-        raise InvalidValue(
-            f"Got target={target!r}.",
-            f"Known targets are {', '.join(TARGETS)}.",
-            "Pass the program that will load the checkpoint." + did_you_mean(target, TARGETS),
-        )
+    check_choice("target", target, TARGETS, "Pass the program that will load the checkpoint.")
     reason, alternative = _refusal(target, scheme)
     renamed = _renames_scales(target, config)
     if renamed and scheme.weight == MX:

@@ -11,8 +11,8 @@ from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.checkpoint.streaming.layer_selection import Facts, KnownLayer
 from fp8kit.conversion.patterns import roles_by_name
+from fp8kit.conversion.report import TIED
 
-_TIED = "its weight is tied to another parameter"
 # class -> the norms of q and k, and whether q, k and v have biases where the config does not say
 _KINDS = {
     "LlamaForCausalLM": (False, False),
@@ -51,7 +51,7 @@ def facts_of_decoder(checkpoint: Checkpoint) -> Facts | None:
     roles = roles_by_name(linears)
     facts.embeddings = {"model.embed_tokens"}
     for name, shape in linears.items():
-        obstacle = _TIED if tied and name == "lm_head" else ""
+        obstacle = TIED if tied and name == "lm_head" else ""
         facts.layers[name] = KnownLayer((name,), obstacle, roles.get(name, ""), shape)
     if tied:
         facts.absent = {"lm_head": facts.layers["lm_head"]}

@@ -18,7 +18,7 @@ from fp8kit.checkpoint.storage.matrices import Matrix, stack_of, stacked_experts
 from fp8kit.checkpoint.storage.reader import Checkpoint, TensorInfo
 from fp8kit.checkpoint.streaming.recipe import Recipe
 from fp8kit.conversion import patterns
-from fp8kit.conversion.report import Record, Report
+from fp8kit.conversion.report import TIED, Record, Report
 from fp8kit.errors import CheckpointError, ConversionError
 from fp8kit.formats import BLOCK, FLOATS, Scheme, scale_dtype, scale_shape
 
@@ -104,8 +104,7 @@ def facts_by_name(checkpoint: Checkpoint) -> Facts:
         elif conv1d and last in _CONV1D:
             facts.others[layer] = AS_CONV1D
         else:
-            obstacle = "its weight is tied to another parameter" if tied and head else ""
-            facts.layers[layer] = KnownLayer((layer,), obstacle)
+            facts.layers[layer] = KnownLayer((layer,), TIED if tied and head else "")
     roles = patterns.roles_by_name(facts.layers)
     facts.layers = {n: replace(f, role=roles.get(n, "")) for n, f in facts.layers.items()}
     return facts

@@ -62,13 +62,7 @@ def _lambda(file: str | None, line: int, names: tuple[str, ...]) -> ast.Lambda |
 
 
 def arguments_of(node: Any, args: list[Values], kwargs: dict[str, Values]) -> dict[str, Values]:
-    """Return what each parameter of a function gets.
-
-    Args:
-        node: the function.
-        args: values of positional arguments; one that is starred is ``Items`` under ``"*"``.
-        kwargs: values by name, with ``"*"`` and ``"**"`` for those that are starred.
-    """
+    """Return what each parameter of a function gets; starred arguments are ``"*"`` and ``"**"``."""
     given = node.args
     positional = [a.arg for a in (*given.posonlyargs, *given.args)]
     starred = united(elements(kwargs.get("*", ())), elements(kwargs.get("**", ())))
