@@ -1,4 +1,4 @@
-"""Models with fused modules: freed with what holds them."""
+"""Modules with a ``forward`` of ours: freed with what holds them, and following their class."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import fp8kit
 import recorded_calls
 import tiny_experts
 from fp8kit.modules.own_forward import ModuleForward
+from numerics import assert_bits_equal
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what diffusers warns about on import is not ours to fix
@@ -164,3 +165,54 @@ def test_a_forward_without_its_module_says_so() -> None:
     del model
     with pytest.raises(fp8kit.UnsupportedError, match="the module is gone"):
         forward(torch.zeros(1, 1, 128))
+
+
+# of a model, a module that is fused
+FUSED = {
+    "decoder layer": ("Llama", "model.layers.0"),
+    "feed-forward": ("Llama", "model.layers.0.mlp"),
+    "norm before layers": ("Llama", "model.layers.0.input_layernorm"),
+    "norm of heads": ("Qwen3", "model.layers.0.self_attn.q_norm"),
+    "router": ("Qwen3Moe", "model.layers.0.mlp.gate"),
+    "feed-forward of diffusers": ("flux", "transformer_blocks.0.ff"),
+}
+
+
+@contextlib.contextmanager
+def patched(kind: type[Any]) -> Iterator[list[bool]]:
+    """Let a class compute otherwise; give whether each call got a real input."""
+    own, seen = kind.forward, list[bool]()
+
+    def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(bool(x.isfinite().all()))
+        return own(self, x * 2, *args, **kwargs)
+
+    kind.forward = forward
+    try:
+        yield seen
+    finally:
+        kind.forward = own
+
+
+def replaced(module: Any) -> type[Any]:
+    return type(vars(module).get("replaced", (module,))[0])
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_a_class_that_is_patched_later_is_followed(case: str, fuses_on_cpu: None) -> None:
+    kind, name = FUSED[case]
+    model = made(kind)
+    fp8kit.convert(model)
+    module = model.get_submodule(name)
+    others = [m for m in model.modules() if replaced(m) is replaced(module)]
+    with torch.no_grad():
+        before = model(**inputs(kind))[0]
+        with patched(replaced(module)) as seen:
+            after = model(**inputs(kind))[0]
+            assert seen == [True] * len(others)
+            assert not torch.equal(after, before)
+            for made_later in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                seen.clear()
+                assert_bits_equal(made_later(**inputs(kind))[0], after)
+                assert seen == [True] * len(others)
+        assert_bits_equal(model(**inputs(kind))[0], before)

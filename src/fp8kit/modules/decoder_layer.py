@@ -91,7 +91,7 @@ class ResidualForward(ModuleForward):
 
     def _may_fuse(self, layer: nn.Module, hidden_states: Tensor) -> bool:
         norm = layer._modules[self.flow.before_mlp]
-        same = is_unchanged(layer, self.settings)
+        same = type(layer).forward is self.code and is_unchanged(layer, self.settings)
         return same and isinstance(norm, FusedNorm) and norm.may_fuse(hidden_states)
 
 

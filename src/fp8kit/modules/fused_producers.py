@@ -86,6 +86,8 @@ class Consumers:
             module = ref()
             if module is None or type(module).forward is not code:
                 return False
+            if isinstance(module, Fused) and not module.has_known_code():
+                return False
             # a child is ten times as fast to find among children as by getattr
             held = module._modules
             for name, child in children:
@@ -143,7 +145,12 @@ class Fused(nn.Module):
         self.parameter_names = tuple(replaced._parameters)
         self.replaced = (replaced,)  # inside a tuple, it is not registered as a child
         self.replays = ReplayCache()
+        self._code: object = type(replaced).forward
         carry_hooks(replaced, self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Say whether the code is known, in place of it: pickle may not find it by its name."""
+        return {**vars(self), "_code": self.has_known_code()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start without recordings, also from a file of before they had this name."""
@@ -151,6 +158,7 @@ class Fused(nn.Module):
         self.__dict__.pop("_tapes", None)
         self.__dict__.setdefault("parameter_names", tuple(self._parameters))
         self.replays = ReplayCache()
+        self._code = type(self.replaced[0]).forward if state.get("_code", True) else None
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what the replaced module has there; what it computes then, it computes itself."""
@@ -194,8 +202,12 @@ class Fused(nn.Module):
     def may_fuse(self, *inputs: Tensor) -> bool:
         """Return whether device and modes permit codes instead of a result of these inputs."""
         held = self._parameters
-        same = may_fuse(self, *inputs) and not self.altered
+        same = may_fuse(self, *inputs) and not self.altered and self.has_known_code()
         return same and all(map(held.__contains__, self.parameter_names))
+
+    def has_known_code(self) -> bool:
+        """Return whether the class that was replaced computes what it did then."""
+        return type(self.replaced[0]).forward is self._code
 
     def _replicate_for_data_parallel(self) -> nn.Module:
         """Replicate what was replaced: codes are offered to the layers of one GPU only."""

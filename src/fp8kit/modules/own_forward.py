@@ -64,6 +64,7 @@ class ModuleForward:
 
     def __init__(self, module: nn.Module) -> None:
         self._ref = weakref.ref(module)
+        self.code: object = type(module).forward
 
     @property
     def module(self) -> nn.Module:
@@ -82,14 +83,17 @@ class ModuleForward:
         return _replica(self.module)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Name the module."""
-        return {**vars(self), "_ref": None, "module": self.module}
+        """Name the module, and whether its class still has the code that is known."""
+        module = self.module
+        known = type(module).forward is self.code
+        return {**vars(self), "_ref": None, "module": module, "code": known}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Undo ``__getstate__``, also of a file from before."""
+        """Undo ``__getstate__``, also of a file from before; take the code as it is here."""
         module = state.pop("module" if "module" in state else "layer")
         vars(self).update(state)
         self._ref = weakref.ref(module)
+        self.code = type(module).forward if state.get("code", True) else None
 
 
 class OwnForward(ModuleForward):
@@ -119,7 +123,7 @@ class OwnForward(ModuleForward):
 
     def _may_compute(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
         x = args[0] if args else None
-        if not isinstance(x, Tensor):
+        if type(module).forward is not self.code or not isinstance(x, Tensor):
             return False
         weight = module._parameters.get("weight")
         fits = weight is not None and weight.device == x.device and may_fuse(module, x)

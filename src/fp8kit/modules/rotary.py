@@ -29,7 +29,6 @@ FUNCTION = "apply_rotary_pos_emb"
 class RotaryForward(ModuleForward, ClassForward):
     """The ``forward`` of an attention that calls ``apply_rotary_pos_emb``."""
 
-    code: object = None
     _fused: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,7 +52,7 @@ class RotaryForward(ModuleForward, ClassForward):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the function that is made here, which has no name."""
-        return {**super().__getstate__(), "_fused": None, "code": None}
+        return {**super().__getstate__(), "_fused": None}
 
 
 class _Rotary:
