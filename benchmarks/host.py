@@ -84,14 +84,13 @@ def cases(
     for scheme in ("FP8_DYNAMIC", "FP8_BLOCK"):
         how = (ReplayCache(), x, norm, layers[scheme].scheme)
         found[f"{scheme} norm"] = lambda h=how: RMS.codes(*h)
-        group = SharedInput(
-            [fp8kit.Fp8Linear.from_linear(dense, scheme) for _ in range(SIBLINGS)], unchanging=True
-        )
-        codes, stand_in = group.members[0].quantize_input(x), x.expand(x.shape)
-        found[f"{scheme} siblings"] = lambda g=group: [layer(x) for layer in g.members]
-        found[f"{scheme} siblings from codes"] = lambda g=group, c=codes, s=stand_in: (
+        members = [fp8kit.Fp8Linear.from_linear(dense, scheme) for _ in range(SIBLINGS)]
+        group = SharedInput(members, unchanging=True)
+        codes, stand_in = members[0].quantize_input(x), x.expand(x.shape)
+        found[f"{scheme} siblings"] = lambda m=members: [layer(x) for layer in m]
+        found[f"{scheme} siblings from codes"] = lambda g=group, m=members, c=codes, s=stand_in: (
             g.offer(s, c),
-            [layer(s) for layer in g.members],
+            [layer(s) for layer in m],
         )
     return found
 

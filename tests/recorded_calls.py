@@ -216,9 +216,11 @@ class CpuBackends:
         x, w13, w2, ids, weights = operands
         y = torch.empty(x.shape, dtype=x.dtype)
 
+        absent = [part is None for part in (*w13, *w2)]
+
         def kernel(x: Tensor, ids: Tensor, weights: Tensor, *memory: Tensor) -> None:
             *held, y = memory
-            held = [None if part is None else t for part, t in zip((*w13, *w2), held, strict=True)]
+            held = [None if gone else t for gone, t in zip(absent, held, strict=True)]
             pair = ExpertWeights(*held[:4]), ExpertWeights(*held[4:])
             y.copy_(_experts(ExpertOperands(x, *pair, ids, weights), problem))
 

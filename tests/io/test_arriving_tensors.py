@@ -374,9 +374,20 @@ def test_a_dropped_model_takes_its_unfinished_load_along() -> None:
     model = on_meta(True)
     load_weights(model, shuffled(weights(), 2)[:5], scheme="FP8_DYNAMIC", partial=True)
     gone = weakref.ref(model)
+    gc.disable()
     del model
-    gc.collect()
+    gc.enable()
     assert gone() is None
+
+
+def test_a_model_that_was_loaded_is_freed_at_once() -> None:
+    model = on_meta(True)
+    load_weights(model, shuffled(weights(), 2), scheme="FP8_DYNAMIC")
+    gone = [weakref.ref(p) for p in model.parameters()]
+    gc.disable()
+    del model
+    gc.enable()
+    assert [ref() for ref in gone] == [None] * len(gone)
 
 
 def refused(message: str, model: nn.Module, items: Any, **options: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -442,7 +443,7 @@ def test_fused_models_survive_copies_and_casts(device: torch.device) -> None:
     twin = copy.deepcopy(model)
     norm = fused_norm(twin)
     attention = twin.model.layers[0].self_attn
-    assert norm.consumers.unchanged[0] == (twin.model.layers[0], "self_attn", attention)
+    assert norm.consumers.path[0].ref() is twin.model.layers[0]
     assert norm.consumers.group is attention.q_proj.shared
     assert norm.replaced[0]._parameters is norm._parameters
     assert_bits_equal(logits(twin, tokens(device)), expected)
@@ -452,6 +453,22 @@ def test_fused_models_survive_copies_and_casts(device: torch.device) -> None:
     attention.q_proj = copy.deepcopy(attention.q_proj)
     assert not norm.consumers.are_ready()
     assert fused_norm(model).consumers.are_ready()
+
+
+def test_a_layer_that_was_replaced_is_freed_and_no_longer_waited_for() -> None:
+    cpu = torch.device("cpu")
+    model, plain = build("llama", cpu), build("llama", cpu)
+    fp8kit.convert(model)
+    fp8kit.convert(plain, fuse="none")
+    for made in (model, plain):
+        attention = made.model.layers[0].self_attn
+        gone = weakref.ref(attention.v_proj)
+        attention.v_proj = attention.v_proj.to_linear()
+        assert gone() is None
+    expected = logits(plain, tokens(cpu))
+    for made in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not fused_norm(made).consumers.are_ready()
+        assert_bits_equal(logits(made, tokens(cpu)), expected)
 
 
 def test_many_rows_multiply_the_codes_apart(device: torch.device) -> None:

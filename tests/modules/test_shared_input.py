@@ -286,7 +286,7 @@ def test_a_copy_of_one_sibling_is_alone(copied, device: torch.device) -> None:
         assert twin.shared is None
         assert not twin.place
         assert_bits_equal(twin(x), layers[1](x))
-    assert group.members == tuple(layers)
+    assert group.members == layers
     assert [layer.shared for layer in layers] == [group] * len(layers)
 
 
@@ -811,6 +811,24 @@ def test_a_gradient_asked_for_between_siblings_flows(
     wanted = (x if trained == "input" else layers[1].bias).requires_grad_()
     layers[1](x).float().sum().backward()
     assert wanted.grad is not None
+
+
+@pytest.mark.parametrize("offered", [False, True], ids=["values", "codes"])
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_siblings_of_a_layer_that_is_gone_compute_on(
+    gone: int, offered: bool, device: torch.device
+) -> None:
+    layers = siblings(device)
+    group = SharedInput(layers, unchanging=True)
+    for _ in range(2):
+        x = tokens(device)
+        if offered:
+            group.offer(x, layers[0].quantize_input(x))
+        for layer in layers:
+            assert_bits_equal(layer(x), siblings_alone(layer, x))
+        if len(layers) == 3:
+            del layer, layers[gone]
+            assert group.members == layers
 
 
 def test_threads_do_not_take_what_waits_for_another(device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import fp8kit
 from fp8kit.modules import shared_input
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.runtime.weight_hazards import safe_to_prefetch
+from groups import Group
 from numerics import assert_bits_equal
 
 launches = pytest.importorskip("launches", reason="cuda-bindings is not installed")
@@ -35,7 +37,7 @@ def group(scheme: str = "FP8_DYNAMIC") -> SharedInput:
     layers = siblings(scheme)
     for layer in layers:
         layer.requires_grad_(False)  # as conversion leaves them
-    return SharedInput(layers, unchanging=True)
+    return Group(layers)
 
 
 def step(joined: SharedInput, early: list[bool], rows: int = 4) -> list[bool]:
@@ -215,7 +217,8 @@ def test_copies_wait_for_their_own_weights(
 ) -> None:
     joined = group()
     step(joined, early)
-    twin = copied(nn.ModuleList(joined.members))[0].shared
+    copies: Any = copied(nn.ModuleList(joined.members))
+    twin = copies[0].shared
     assert [step(twin, early) for _ in range(2)] == [[False], [True]]
     assert step(joined, early) == [True]
 
@@ -231,7 +234,7 @@ def wide_group(scheme: str = "FP8_DYNAMIC") -> SharedInput:
         nn.Linear(4096, n, False, device="cuda", dtype=torch.bfloat16) for n in (4096, 1024, 1024)
     ]
     layers = [fp8kit.Fp8Linear.from_linear(linear, scheme) for linear in dense]
-    return SharedInput(layers, unchanging=True)
+    return Group(layers)
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops import operators
 from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime.replay_cache import MOST_KEYS
+from groups import Group
 from numerics import assert_bits_equal
 from recorded_calls import CpuBackends, install
 
@@ -30,7 +31,7 @@ def made(n: int, scheme: str = "FP8_DYNAMIC") -> fp8kit.Fp8Linear:
 
 
 def group(scheme: str = "FP8_DYNAMIC") -> SharedInput:
-    return SharedInput([made(n, scheme) for n in (128, 256, 128)], unchanging=True)
+    return Group([made(n, scheme) for n in (128, 256, 128)])
 
 
 def x_of(rows: int = 3, dtype: torch.dtype = torch.bfloat16) -> Tensor:

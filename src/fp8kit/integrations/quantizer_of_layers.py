@@ -8,16 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8kit.modules.decoder_layer import ResidualForward
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.fused_producers import Fused
 from fp8kit.modules.hooks import become, own_names
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.modules.own_forward import OwnForward, drop_forward
-from fp8kit.modules.rotary import RotaryForward
+from fp8kit.modules.own_forward import ModuleForward, drop_forward
 from fp8kit.modules.stacked_experts import StackedExperts
-
-_FORWARDS = (OwnForward, ResidualForward, RotaryForward)
 
 
 class QuantizerOfLayers:
@@ -55,7 +51,7 @@ def restore_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
             module.to_dense(dtype)
         elif isinstance(module, Fused):
             dense[module] = module.replaced[0]
-        elif isinstance(vars(module).get("forward"), _FORWARDS):
+        elif isinstance(vars(module).get("forward"), ModuleForward):
             drop_forward(module)
         if module in dense:
             model.set_submodule(name, dense[module])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.modules.fused_producers import FusedNorm
-from fp8kit.modules.own_forward import is_unchanged, set_forward, settings
+from fp8kit.modules.own_forward import ModuleForward, is_unchanged, set_forward, settings
 from fp8kit.modules.trials import on_trial, owned, set_training
 
 _PROBE_WIDTH = 8
@@ -67,7 +67,7 @@ FLOWS = (
 )
 
 
-class ResidualForward:
+class ResidualForward(ModuleForward):
     """The ``forward`` of a decoder layer that is known to follow a flow.
 
     Where nothing can be fused, the class of the layer still computes.
@@ -76,22 +76,23 @@ class ResidualForward:
     settings: Mapping[str, object] = {}  # of files from before
 
     def __init__(self, layer: nn.Module, flow: Flow) -> None:
-        self.layer = layer
+        super().__init__(layer)
         self.flow = flow
         self.defaults = _arguments(layer)
         self.settings = settings(layer)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute the layer."""
+        layer = self._ref() or self.module
         # torch.compile guards on every attribute read before it turns away, at each call
-        if torch.compiler.is_compiling() or args or not self._may_fuse(hidden_states):
-            return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
-        return self.flow.run(self.layer, hidden_states, {**self.defaults, **kwargs})
+        if torch.compiler.is_compiling() or args or not self._may_fuse(layer, hidden_states):
+            return type(layer).forward(layer, hidden_states, *args, **kwargs)
+        return self.flow.run(layer, hidden_states, {**self.defaults, **kwargs})
 
-    def _may_fuse(self, hidden_states: Tensor) -> bool:
-        norm = self.layer._modules[self.flow.before_mlp]
-        fusable = isinstance(norm, FusedNorm) and norm.may_fuse(hidden_states)
-        return fusable and is_unchanged(self.layer, self.settings)
+    def _may_fuse(self, layer: nn.Module, hidden_states: Tensor) -> bool:
+        norm = layer._modules[self.flow.before_mlp]
+        same = type(layer).forward is self.code and is_unchanged(layer, self.settings)
+        return same and isinstance(norm, FusedNorm) and norm.may_fuse(hidden_states)
 
 
 def install_residual_forwards(layers: Iterable[nn.Module]) -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import weakref
 from collections.abc import Iterable
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +41,19 @@ _OWN = frozenset(
 )
 
 
+class _Step(NamedTuple):
+    """A module on the way to consumers: its code, children and settings, as they were."""
+
+    ref: weakref.ref[nn.Module]
+    code: object
+    children: list[tuple[str, weakref.ref[nn.Module]]]
+    settings: list[tuple[str, object]]
+
+
 class Consumers:
     """The layers behind a producer, and what must stay as it was for them to be all its readers.
+
+    It knows the modules by weak references: the producer is inside some of them, and holds it.
 
     Args:
         group: what these layers share.
@@ -53,45 +65,61 @@ class Consumers:
         self, group: SharedInput, unchanged: Iterable[tuple[nn.Module, str, object]]
     ) -> None:
         self.group = group
-        self.unchanged = tuple(unchanged)
-        # a child is ten times as fast to find among children as by getattr
-        self._children = [
-            (m._modules, name, v) for m, name, v in self.unchanged if isinstance(v, nn.Module)
-        ]
-        self._settings = [u for u in self.unchanged if not isinstance(u[2], nn.Module)]
-        self._take_code()
-        path = [m for m, _ in self._code]
-        self.modules = (*path[1:], *group.members)  # a hook of the block itself sees nothing
+        steps: dict[nn.Module, _Step] = {}
+        for module, name, value in unchanged:
+            step = steps.setdefault(module, _Step(weakref.ref(module), _code_of(module), [], []))
+            if isinstance(value, nn.Module):
+                step.children.append((name, weakref.ref(value)))
+            else:
+                step.settings.append((name, value))
+        self.path = tuple(steps.values())  # from the block on
 
     @property
     def scheme(self) -> Scheme:
         """The scheme of the layers."""
-        return self.group.members[0].scheme
+        return self.group.first.scheme
 
     def are_ready(self) -> bool:
         """Return whether nothing but these layers would see what stands for their input."""
-        return (
-            takes_codes(self.scheme)
-            and all(m.scale_ub is None for m in self.group.members)
-            and all(owned.get(name) is value for owned, name, value in self._children)
-            and all(getattr(m, name, None) is value for m, name, value in self._settings)
-            and all(type(m).forward is own for m, own in self._code)
-            and not is_watched(*self.modules)
-            and not any_trained(*self.group.members)
-        )
-
-    def _take_code(self) -> None:
-        path = dict.fromkeys(m for m, _, _ in self.unchanged if not isinstance(m, nn.ModuleList))
-        self._code = [(m, _code_of(m)) for m in path]
+        modules: list[nn.Module] = []
+        for ref, code, children, settings in self.path:
+            module = ref()
+            if module is None or type(module).forward is not code:
+                return False
+            if isinstance(module, Fused) and not module.has_known_code():
+                return False
+            # a child is ten times as fast to find among children as by getattr
+            held = module._modules
+            for name, child in children:
+                found = child()
+                if found is None or held.get(name) is not found:
+                    return False
+            for name, value in settings:
+                if getattr(module, name, None) is not value:
+                    return False
+            modules.append(module)
+        members = self.group.members
+        for member in members:
+            if member.scale_ub is not None:
+                return False
+        # a hook of the block itself sees nothing
+        free = bool(members) and not is_watched(*modules[1:], *members)
+        return free and takes_codes(members[0].scheme) and not any_trained(*members)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the code, which pickle may not find by its name."""
-        return {name: value for name, value in vars(self).items() if name != "_code"}
+        """Name the modules, not the code, which pickle may not find by its name."""
+        unchanged: list[tuple[nn.Module, str, object]] = []
+        for ref, code, children, settings in self.path:
+            module = ref()
+            if module is None or type(module).forward is not code:
+                module = nn.Module()  # nothing else will hold it, so that it is never ready
+            unchanged += [(module, name, child() or nn.Module()) for name, child in children]
+            unchanged += [(module, name, value) for name, value in settings]
+        return {"group": self.group, "unchanged": unchanged}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the code as it is here."""
-        vars(self).update(state)
-        self._take_code()
+        """Undo ``__getstate__``, also of a file from before, which has more."""
+        self.__init__(state["group"], state["unchanged"])  # type: ignore[misc]
 
     def hand_over(self, codes: RowCodes, x: Tensor) -> Tensor:
         """Offer codes, and give the stand-in for the tensor like ``x`` that they were made from."""
@@ -117,7 +145,12 @@ class Fused(nn.Module):
         self.parameter_names = tuple(replaced._parameters)
         self.replaced = (replaced,)  # inside a tuple, it is not registered as a child
         self.replays = ReplayCache()
+        self._code: object = type(replaced).forward
         carry_hooks(replaced, self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Say whether the code is known, in place of it: pickle may not find it by its name."""
+        return {**vars(self), "_code": self.has_known_code()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start without recordings, also from a file of before they had this name."""
@@ -125,6 +158,7 @@ class Fused(nn.Module):
         self.__dict__.pop("_tapes", None)
         self.__dict__.setdefault("parameter_names", tuple(self._parameters))
         self.replays = ReplayCache()
+        self._code = type(self.replaced[0]).forward if state.get("_code", True) else None
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what the replaced module has there; what it computes then, it computes itself."""
@@ -168,8 +202,12 @@ class Fused(nn.Module):
     def may_fuse(self, *inputs: Tensor) -> bool:
         """Return whether device and modes permit codes instead of a result of these inputs."""
         held = self._parameters
-        same = not self.altered and all(name in held for name in self.parameter_names)
-        return same and may_fuse(self, *inputs)
+        same = may_fuse(self, *inputs) and not self.altered and self.has_known_code()
+        return same and all(map(held.__contains__, self.parameter_names))
+
+    def has_known_code(self) -> bool:
+        """Return whether the class that was replaced computes what it did then."""
+        return type(self.replaced[0]).forward is self._code
 
     def _replicate_for_data_parallel(self) -> nn.Module:
         """Replicate what was replaced: codes are offered to the layers of one GPU only."""
@@ -187,8 +225,7 @@ class Producer(Fused):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Copy what was replaced, unless the block is copied too: who else reads a copy?"""
-        block, *_ = self.consumers.unchanged[0]
-        if id(block) not in memo:
+        if id(self.consumers.path[0].ref()) not in memo:
             return copy.deepcopy(self.replaced[0], memo)
         twin: nn.Module = deepcopied(self, memo)
         return twin

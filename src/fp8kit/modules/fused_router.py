@@ -74,13 +74,13 @@ class RouterForward(OwnForward):
 
     formula: RouterFormula
 
-    def takes(self, x: Tensor, *others: Any) -> bool:
+    def takes(self, module: nn.Module, x: Tensor, *others: Any) -> bool:
         """Return whether the formula holds for an input and what comes behind it."""
-        return self.formula.takes(self.module, x, others)
+        return self.formula.takes(module, x, others)
 
-    def compute(self, x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def compute(self, module: nn.Module, x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits, weights and ids."""
-        logits = self.formula.logits(self.module, x)
-        constants, options = (self.formula.bias(self.module, others),), self.formula.options(x)
+        logits = self.formula.logits(module, x)
+        constants, options = (self.formula.bias(module, others),), self.formula.options(x)
         ids, weights = self.replays.call(CHOOSE, (logits,), constants, options)
         return logits, weights, ids

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+_has_any_global_hook: Any = torch.nn.modules.module._has_any_global_hook
 # of dense and of FP8 layers, which do not outlive them
 LAYER_TENSORS = frozenset("weight bias weight_scale weight_exponents input_scale".split())
 
@@ -58,18 +59,17 @@ def is_replaced(forward: object) -> bool:
 
 def is_watched(*modules: nn.Module) -> bool:
     """Return whether a hook, another forward or ``compile()`` sees what these take or give."""
-    return bool(
-        torch.nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
-        or any(
+    for own in map(vars, modules):
+        if (
             ("forward" in own and is_replaced(own["forward"]))
             or own.get("_compiled_call_impl") is not None
             or own["_forward_hooks"]
             or own["_forward_pre_hooks"]
             or own["_backward_hooks"]
             or own["_backward_pre_hooks"]
-            for own in map(vars, modules)
-        )
-    )
+        ):
+            return True
+    return bool(_has_any_global_hook())
 
 
 def arrives_with_its_call(module: nn.Module) -> bool:

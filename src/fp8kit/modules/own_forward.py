@@ -6,13 +6,14 @@ optimizers' groups, savers. Where kernels may not compute, the class does.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fp8kit.errors import UnsupportedError
 from fp8kit.modules.fused_producers import may_fuse
 from fp8kit.runtime.replay_cache import ReplayCache
 
@@ -27,14 +28,13 @@ def settings(module: nn.Module) -> dict[str, object]:
 
 def is_unchanged(module: nn.Module, told: Mapping[str, object]) -> bool:
     """Return whether a module's attributes still say what they told."""
-    own = vars(module)
-    return all(own.get(name) == value for name, value in told.items())
+    return told.items() <= vars(module).items()
 
 
-def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Give a module a ``forward`` of ours, which holds it; its replicas on other GPUs get none."""
+def set_forward(module: nn.Module, forward: Any) -> None:
+    """Give a module a ``forward`` of ours; its replicas on other GPUs get none."""
     module.forward = forward
-    setattr(module, _REPLICATE, functools.partial(_replica, module))
+    setattr(module, _REPLICATE, forward.replica)
 
 
 def drop_forward(module: nn.Module) -> nn.Module:
@@ -45,7 +45,7 @@ def drop_forward(module: nn.Module) -> nn.Module:
 
 
 def _replica(module: nn.Module) -> nn.Module:
-    """Replicate a module for ``DataParallel``: what our ``forward`` holds is on another GPU."""
+    """Replicate a module; files from before name this function."""
     return drop_forward(getattr(type(module), _REPLICATE)(module))
 
 
@@ -55,34 +55,76 @@ def own_forward(module: nn.Module) -> OwnForward | None:
     return found if isinstance(found, OwnForward) else None
 
 
-class OwnForward:
+class ModuleForward:
+    """A ``forward`` of ours, of one module.
+
+    It knows the module by a weak reference: the module holds it, and Python frees what holds itself
+    only when it looks for it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._ref = weakref.ref(module)
+        self.code: object = type(module).forward
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that has this ``forward``; raises ``UnsupportedError`` if it is gone."""
+        module = self._ref()
+        if module is None:
+            raise UnsupportedError(
+                "The forward of a fused module was called, and the module is gone.",
+                "Such a forward does not keep its module, as that one holds it.",
+                "Keep the module and call that; copy one by copy.deepcopy.",
+            )
+        return module
+
+    def replica(self) -> nn.Module:
+        """Replicate the module for ``DataParallel``: what this holds is on another GPU."""
+        return _replica(self.module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Name the module, and whether its class still has the code that is known."""
+        module = self.module
+        known = type(module).forward is self.code
+        return {**vars(self), "_ref": None, "module": module, "code": known}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Undo ``__getstate__``, also of a file from before; take the code as it is here."""
+        module = state.pop("module" if "module" in state else "layer")
+        vars(self).update(state)
+        self._ref = weakref.ref(module)
+        self.code = type(module).forward if state.get("code", True) else None
+
+
+class OwnForward(ModuleForward):
     """The ``forward`` of a module that is known to follow a formula."""
 
     def __init__(self, module: nn.Module, formula: Any) -> None:
-        self.module = module
+        super().__init__(module)
         self.formula = formula
         self.settings = settings(module)
         self.replays = ReplayCache()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the class computes."""
+        module = self._ref() or self.module
         # torch.compile guards on every attribute read before it turns away, at each call
-        if torch.compiler.is_compiling() or kwargs or not self._may_compute(args):
-            return type(self.module).forward(self.module, *args, **kwargs)
-        return self.compute(*args)
+        if torch.compiler.is_compiling() or kwargs or not self._may_compute(module, args):
+            return type(module).forward(module, *args, **kwargs)
+        return self.compute(module, *args)
 
-    def takes(self, x: Tensor, *others: Any) -> bool:
-        """Return whether the formula holds for these arguments."""
+    def takes(self, module: Any, x: Tensor, *others: Any) -> bool:
+        """Return whether the formula holds for the module and these arguments."""
         raise NotImplementedError
 
-    def compute(self, x: Tensor, *others: Any) -> Any:
-        """Compute by our kernels."""
+    def compute(self, module: Any, x: Tensor, *others: Any) -> Any:
+        """Compute what the module does by our kernels."""
         raise NotImplementedError
 
-    def _may_compute(self, args: tuple[Any, ...]) -> bool:
-        module, x = self.module, args[0] if args else None
-        if not isinstance(x, Tensor) or not may_fuse(module, x):
+    def _may_compute(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
+        x = args[0] if args else None
+        if type(module).forward is not self.code or not isinstance(x, Tensor):
             return False
         weight = module._parameters.get("weight")
-        fits = weight is not None and weight.device == x.device
-        return fits and is_unchanged(module, self.settings) and self.takes(*args)
+        fits = weight is not None and weight.device == x.device and may_fuse(module, x)
+        return fits and is_unchanged(module, self.settings) and self.takes(module, *args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8kit.modules.norm_formula import NormFormula
 from fp8kit.modules.own_forward import OwnForward
@@ -16,17 +16,17 @@ class NormForward(OwnForward):
 
     formula: NormFormula
 
-    def takes(self, x: Tensor, *others: Any) -> bool:
+    def takes(self, module: nn.Module, x: Tensor, *others: Any) -> bool:
         """Return whether ``x`` has the columns of the weight, in an order that results keep."""
-        weight = self.module._parameters["weight"]  # functional_call puts a plain tensor here
+        weight = module._parameters["weight"]  # functional_call puts a plain tensor here
         assert weight is not None
         known = not others and x.dim() > 0 and x.shape[-1:] == weight.shape and _folds(x)
-        return known and self.formula.takes(x, self.module)
+        return known and self.formula.takes(x, module)
 
-    def compute(self, x: Tensor, *others: Any) -> Tensor:
+    def compute(self, module: nn.Module, x: Tensor, *others: Any) -> Tensor:
         """Norm ``[..., K]``; the result is contiguous."""
         del others
-        return self.formula.normed(self.replays, x, self.module)
+        return self.formula.normed(self.replays, x, module)
 
 
 def _folds(x: Tensor) -> bool:

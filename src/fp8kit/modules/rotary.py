@@ -19,44 +19,40 @@ from torch import Tensor, nn
 from fp8kit.fused import operators, reference
 from fp8kit.modules import fused_producers
 from fp8kit.modules.hooks import ClassForward
+from fp8kit.modules.own_forward import ModuleForward
 from fp8kit.modules.trials import on_trial
 from fp8kit.runtime.replay_cache import ReplayCache
 
 FUNCTION = "apply_rotary_pos_emb"
 
 
-class RotaryForward(ClassForward):
+class RotaryForward(ModuleForward, ClassForward):
     """The ``forward`` of an attention that calls ``apply_rotary_pos_emb``."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self._own: Callable[..., Any] | None = None
-        self._fused: Callable[..., Any]
+    _fused: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the class computes."""
+        module = self._ref() or self.module
         if torch.compiler.is_compiling():  # a compiler fuses the embedding with what is around it
-            return type(self.module).forward(self.module, *args, **kwargs)
-        return self._copied()(self.module, *args, **kwargs)
+            return type(module).forward(module, *args, **kwargs)
+        return self._copied(module)(module, *args, **kwargs)
 
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Sequence[Tensor]:
         """Rotate heads as ``forward`` does; arguments as of ``reference.rotated``."""
-        rotary = self._copied().__globals__.get(FUNCTION)  # a wrapped ``forward`` has other names
+        names = self._copied(self.module).__globals__  # a wrapped ``forward`` has others
+        rotary = names.get(FUNCTION)
         return (q, k) if rotary is None else rotary(q, k, cos, sin)
 
-    def _copied(self) -> Any:
-        own = type(self.module).forward
-        if self._own is not own:  # the first call, or somebody has changed the class
-            self._fused, self._own = _with_rotary(own), own  # in this order: threads may share it
+    def _copied(self, module: nn.Module) -> Any:
+        own = type(module).forward
+        if self._fused is None or self.code is not own:  # somebody has changed the class
+            self._fused, self.code = _with_rotary(own), own  # in this order: threads may share it
         return self._fused
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle the module alone: functions that are made here have no name."""
-        return {"module": self.module}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Start anew."""
-        self.__init__(state["module"])  # type: ignore[misc]
+        """Leave out the function that is made here, which has no name."""
+        return {**super().__getstate__(), "_fused": None}
 
 
 class _Rotary:

@@ -16,6 +16,7 @@ codes.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,22 +71,33 @@ class SharedInput:
     as one matrix. They are moved there on first use and again after a device move, but not once a
     CUDA graph was captured of the group: its replays read weights where they were. Each member's
     part is a storage of its own, so that nothing that looks for shared storage takes siblings for
-    tied weights. The members own the allocation; the group only knows where it is. ``members`` have
-    equal K, scheme and options, in the order they are called. With ``unchanging`` the code that
-    calls them is known not to change their input in between and to take results in any strides;
-    otherwise results are made contiguous, and inference tensors, which do not count their changes,
-    are not shared.
+    tied weights. The members own the allocation, and hold the group, which only knows where these
+    are: a cycle would keep a model's memory until Python looks for it. ``members`` have equal K,
+    scheme and options, in the order they are called. With ``unchanging`` the code that calls them
+    is known not to change their input in between and to take results in any strides; otherwise
+    results are made contiguous, and inference tensors, which do not count their changes, are not
+    shared.
     """
 
     def __init__(self, members: Sequence[Fp8Linear], unchanging: bool = False) -> None:
-        self.members = tuple(members)
+        self._refs = tuple(map(weakref.ref, members))
         self.unchanging = unchanging
         self._arriving: dict[int, Fp8Linear | None] = {}
         self._forget()
-        ends = {0: "first", len(self.members) - 1: "last"}
-        for i, member in enumerate(self.members):
+        ends = {0: "first", len(members) - 1: "last"}
+        for i, member in enumerate(members):
             member.shared = self
             member.place = ends.get(i, "middle") if unchanging else ""
+
+    @property
+    def first(self) -> Fp8Linear:
+        """The layer that is called first, while it is still there."""
+        return self._refs[0]()  # type: ignore[return-value]
+
+    @property
+    def members(self) -> list[Fp8Linear]:
+        """The layers of the group that are still there."""
+        return [member for ref in self._refs if (member := ref()) is not None]
 
     @property
     def _pending(self) -> _Pending | None:
@@ -100,13 +112,14 @@ class SharedInput:
         waiting = self._take(member, x)
         if waiting is not None:
             return waiting
-        leads = member is self.members[0] and (self.unchanging or not x.is_inference())
+        leads = self._refs[0]() is member and (self.unchanging or not x.is_inference())
         # a trace would keep the rows of this input for all inputs
-        leads = leads and not jit_tracing() and not any(map(arrives_with_its_call, self.members))
+        members = self.members if leads and not jit_tracing() else []
+        leads = bool(members) and not any(map(arrives_with_its_call, members))
         if leads:
-            y = self._replay(operators.LINEAR, (x,), member.options())
+            y = self._replay(operators.LINEAR, (x,), member.options(), members)
             if y is not None:
-                return self._keep(x, y)
+                return self._keep(x, y, members)
         member.check_input(x)
         self._watch_capture(x)
         if not leads or self._trained(x) or not self._alike():
@@ -114,7 +127,7 @@ class SharedInput:
         few = x.numel() <= MOST_JOINED_ROWS * member.in_features
         if not few or not self._joins():
             return self._quantized_once(member, x)
-        return self._keep(x, self._multiply(operators.LINEAR, (x,), member.options()))
+        return self._keep(x, self._multiply(operators.LINEAR, (x,), member.options()), members)
 
     def __getstate__(self) -> tuple[int, bool]:
         """Copy and pickle no member: each brings itself (``adopt``), and none brings the others."""
@@ -123,7 +136,7 @@ class SharedInput:
     def __setstate__(self, state: tuple[int | tuple[Fp8Linear, ...], bool]) -> None:
         """Undo ``__getstate__``, also of a file from before, which has the members."""
         members, self.unchanging = state
-        self.members = members if isinstance(members, tuple) else ()
+        self._refs = tuple(map(weakref.ref, members)) if isinstance(members, tuple) else ()
         self._arriving = {} if isinstance(members, tuple) else dict.fromkeys(range(members))
         self._forget()
 
@@ -168,17 +181,18 @@ class SharedInput:
         self._pending = _Pending(stand_in, _input_state(stand_in), everyone, codes)
 
     def _from_codes(self, member: Fp8Linear, pending: _Pending, codes: RowCodes) -> Tensor:
-        few = member is self.members[0] and codes.data.shape[0] <= MOST_JOINED_ROWS
+        few = self._refs[0]() is member and codes.data.shape[0] <= MOST_JOINED_ROWS
+        members = self.members if few else []
         inputs, options = operators.split(codes, member.options())
-        y = self._replay(operators.CODES, inputs, options) if few else None
+        y = self._replay(operators.CODES, inputs, options, members) if few else None
         if y is None:
             member.check_input(pending.x)
             self._watch_capture(codes.data)
             if not few or not self._joins():
                 return member.multiply(codes)
             y = self._multiply(operators.CODES, inputs, options)
-        first, *rest = self._split(y)
-        for other, part in zip(self.members[1:], rest, strict=True):
+        first, *rest = self._split(y, members)
+        for other, part in zip(members[1:], rest, strict=True):
             pending.results[id(other)] = (part, _weight_state(other))
         return first
 
@@ -212,7 +226,8 @@ class SharedInput:
         few = statically_known_true(x.numel() <= MOST_JOINED_ROWS * x.shape[-1])
         if not few or not self._may_join_in_graph():
             return None
-        return tuple([member.operands() for member in self.members])
+        members = [ref() for ref in self._refs]  # traced, unlike the property
+        return tuple([member.operands() for member in members if member is not None])
 
     @constant_in_graphs
     def _may_join_in_graph(self) -> bool:
@@ -223,7 +238,7 @@ class SharedInput:
         """
         if any_trained(*self.members) or is_watched(*self.members):
             return False
-        if not self._alike() or not self._joins():
+        if len(self.members) < len(self._refs) or not self._alike() or not self._joins():
             return False
         for name in self._names():
             self._joined(name)
@@ -250,38 +265,36 @@ class SharedInput:
         if torch.cuda.is_current_stream_capturing():
             self._captured = True
 
-    def _split(self, y: Tensor) -> tuple[Tensor, ...]:
+    def _split(self, y: Tensor, members: Sequence[Fp8Linear]) -> tuple[Tensor, ...]:
         # half the time of torch.split, and no views: callers may change their part in place
-        sizes = [m.out_features for m in self.members]
+        sizes = [m.out_features for m in members]
         parts: tuple[Tensor, ...] = y.unsafe_split_with_sizes(sizes, -1)
         return parts if self.unchanging else tuple(p.contiguous() for p in parts)
 
-    def _keep(self, x: Tensor, y: Tensor) -> Tensor:
+    def _keep(self, x: Tensor, y: Tensor, members: Sequence[Fp8Linear]) -> Tensor:
         """Give the first member's part of a joined result, and keep the others' for their calls."""
-        first, *rest = self._split(y)
+        first, *rest = self._split(y, members)
         results: _Results = {
-            id(m): (part, _weight_state(m)) for m, part in zip(self.members[1:], rest, strict=True)
+            id(m): (part, _weight_state(m)) for m, part in zip(members[1:], rest, strict=True)
         }
         self._pending = _Pending(x, _input_state(x), results, values=self._copied(x))
         return first
 
     def _replay(
-        self, operator: Operator, inputs: tuple[Tensor, ...], options: Options
+        self,
+        operator: Operator,
+        inputs: tuple[Tensor, ...],
+        options: Options,
+        members: Sequence[Fp8Linear],
     ) -> Tensor | None:
         """Repeat an earlier joined product; arguments as of ``_multiply``."""
-        first = self.members[0]
-        for m in self.members:
-            if m.options() != first.options() or m.scale_ub != first.scale_ub:
+        first, *others = members
+        same, bound = first.options(), first.scale_ub
+        for m in others:
+            if m.options() != same or m.scale_ub != bound:
                 return None
-        y: Tensor | None = self.replays.replay(operator, inputs, self._held(), options)
+        y: Tensor | None = self.replays.replay(operator, inputs, _held(members), options)
         return y
-
-    def _held(self) -> list[Tensor | None]:
-        """Return what the members hold, which a recording of the joined product depends on."""
-        held: list[Tensor | None] = []
-        for m in self.members:
-            held += m.operands()
-        return held
 
     def _multiply(self, operator: Operator, inputs: tuple[Tensor, ...], options: Options) -> Tensor:
         """Multiply an input, or its codes, by the joined weights.
@@ -295,7 +308,7 @@ class SharedInput:
         constants: list[Tensor | None] = [weight, self._joined("weight_scale"), bias]
         if operator is operators.LINEAR:
             constants += [None, self.members[0].operands()[4]]
-        y: Tensor = self.replays.run(operator, inputs, constants, options, self._held())
+        y: Tensor = self.replays.run(operator, inputs, constants, options, _held(self.members))
         return y
 
     def _joined(self, name: str) -> Tensor:
@@ -322,6 +335,14 @@ class SharedInput:
     def _parts(self, name: str) -> list[Tensor]:
         """Return what the members hold under a name, which each of them holds."""
         return [m.codes if name == "weight" else getattr(m, name) for m in self.members]
+
+
+def _held(members: Sequence[Fp8Linear]) -> list[Tensor | None]:
+    """Return what layers hold, which a recording of their joined product depends on."""
+    held: list[Tensor | None] = []
+    for m in members:
+        held += m.operands()
+    return held
 
 
 def _with_own_storage(part: Tensor) -> Tensor:

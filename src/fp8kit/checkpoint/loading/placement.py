@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping, MutableMapping
 from typing import cast
@@ -78,6 +79,9 @@ class Placement:
         }
         self._device, self._dtype, self._high = device, dtype, dtype or high
         self._owned = owned
+        # no methods, by which the stacks would hold what holds them, and all that came
+        self._place = functools.partial(_place, device)
+        self._kept = functools.partial(_kept, owned)
         self._stacks = Arrivals(model, self._place, self._kept)
         self._roles = self._stacks.roles() | self._roles
         self._arrived: set[str] = set()
@@ -178,9 +182,6 @@ class Placement:
         names = route.split or (route.target,) if route and route.expert is None else ()
         found = [m.scheme for m in map(self._submodule, names) if isinstance(m, Fp8Linear)]
         return (found[0].stored, found[0].stored.weight) if found else None
-
-    def _kept(self, tensor: Tensor) -> Tensor:
-        return tensor if self._owned else tensor.clone()
 
     def _missing(self, layer: str, source: dict[str, Tensor]) -> str:
         """Name what a weight waits for; empty if it is whole."""
@@ -336,9 +337,6 @@ class Placement:
         if self._partial.end(name):
             self.placed.add(name)
 
-    def _place(self, held: Tensor) -> torch.device:
-        return self._device or (torch.device("cpu") if held.is_meta else held.device)
-
     def _set(
         self, module: nn.Module, key: str, value: Tensor, name: str, fresh: bool = False
     ) -> None:
@@ -363,6 +361,14 @@ class Placement:
             moved = moved.clone(memory_format=torch.contiguous_format)
         made = _substitute(module, key, moved)
         self._filled[held] = self._filled[made] = name, made
+
+
+def _kept(owned: bool, tensor: Tensor) -> Tensor:
+    return tensor if owned else tensor.clone()
+
+
+def _place(device: torch.device | None, held: Tensor) -> torch.device:
+    return device or (torch.device("cpu") if held.is_meta else held.device)
 
 
 def _substitute(module: nn.Module, key: str, value: Tensor) -> Tensor:
