@@ -40,8 +40,7 @@ class RotaryForward(ModuleForward, ClassForward):
 
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Sequence[Tensor]:
         """Rotate heads as ``forward`` does; arguments as of ``reference.rotated``."""
-        names = self._copied(self.module).__globals__  # a wrapped ``forward`` has others
-        rotary = names.get(FUNCTION)
+        rotary = _innermost(self._copied(self.module)).__globals__.get(FUNCTION)
         return (q, k) if rotary is None else rotary(q, k, cos, sin)
 
     def _copied(self, module: nn.Module) -> Any:
@@ -87,9 +86,31 @@ class _Names(dict[str, Any]):
 
 def calls_rotary(forward: object) -> bool:
     """Return whether a function calls an ``apply_rotary_pos_emb`` that our kernel can stand for."""
-    if not isinstance(forward, types.FunctionType) or FUNCTION not in forward.__code__.co_names:
+    inner = _innermost(forward)
+    if not isinstance(inner, types.FunctionType) or FUNCTION not in inner.__code__.co_names:
         return False
-    return _rotates(forward.__globals__.get(FUNCTION))
+    return _rotates(inner.__globals__.get(FUNCTION))
+
+
+def _innermost(forward: Any) -> Any:
+    """Return the function inside of decorators, such as one that renames arguments."""
+    while (inner := _decorated(forward)) is not None:
+        forward = inner
+    return forward
+
+
+def _decorated(function: Any) -> Any:
+    """Return what a function of a decorator calls, ``None`` if nothing is known to be that."""
+    inner = getattr(function, "__wrapped__", None)
+    cells = getattr(function, "__closure__", None) or ()
+    return inner if any(_holds(cell, inner) for cell in cells) else None
+
+
+def _holds(cell: types.CellType, value: object) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # nothing yet
+        return False
 
 
 @functools.cache
@@ -113,14 +134,23 @@ def _with_rotary(forward: Any) -> Callable[..., Any]:
     """Copy a function, with our rotary embedding under the name of the model's."""
     if not calls_rotary(forward):
         return forward  # type: ignore[no-any-return]
+    inner = _decorated(forward)
+    if inner is not None:
+        ours = types.CellType(_with_rotary(inner))
+        cells = tuple(ours if _holds(cell, inner) else cell for cell in forward.__closure__)
+        return _copy(forward, forward.__globals__, cells)
     outer = forward.__globals__
     # Python itself reads names such as that of the package past ``__missing__``
     names = _Names({name: outer[name] for name in outer if name.startswith("__")})
     names.outer, names[FUNCTION] = outer, _Rotary(outer)
+    return _copy(forward, names, forward.__closure__)
+
+
+def _copy(function: Any, names: dict[str, Any], cells: Any) -> Callable[..., Any]:
     made = types.FunctionType(
-        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+        function.__code__, names, function.__name__, function.__defaults__, cells
     )
-    made.__kwdefaults__ = forward.__kwdefaults__
+    made.__kwdefaults__ = function.__kwdefaults__
     return made
 
 
