@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -237,6 +239,50 @@ def test_a_wrapped_class_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     patch(monkeypatch, "LlamaAttention.forward", recorded_calls.at)
     q = torch.zeros(1, 2, 3, 8)
     assert rotating(model)[0].forward.rotate(q, q, q[0, :1], q[0, :1]) == (q, q)
+
+
+def renamed(forward: Callable[..., Any], used: list[str]) -> Callable[..., Any]:
+    """Decorate a ``forward`` as Transformers does where an argument has a new name."""
+
+    @functools.wraps(forward)
+    def decorated(*args: Any, **kwargs: Any) -> Any:
+        used.append("decorator")
+        if "old_name" in kwargs:
+            kwargs["hidden_states"] = kwargs.pop("old_name")
+        return forward(*args, **kwargs)
+
+    return decorated
+
+
+def test_decorators_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = recorded_calls.install(monkeypatch).calls
+    used: list[str] = []
+    own = inspect.unwrap(modeling_llama.LlamaAttention.forward)
+    twice = renamed(renamed(own, used), used)
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", twice)
+    model = converted()
+    attention = rotating(model)[0]
+    with torch.no_grad():
+        model(IDS)
+        assert calls.count("rotary") == 2
+        assert used == ["decorator"] * 4
+        x = torch.ones(1, 3, 128, dtype=torch.bfloat16)
+        angles = model.model.rotary_emb(x, torch.arange(3)[None])
+        y, _ = attention(old_name=x, position_embeddings=angles, attention_mask=None)
+        expected, _ = twice(attention, x, position_embeddings=angles, attention_mask=None)
+    assert_bits_equal(y, expected)
+    q = torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16)
+    calls.clear()
+    attention.forward.rotate(q, q, q[0, :1], q[0, :1])  # as a warm-up does
+    assert calls == ["rotary"]
+
+
+def test_a_decorator_that_calls_something_else_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = modeling_llama.LlamaAttention.forward
+    monkeypatch.setattr(
+        modeling_llama.LlamaAttention, "forward", functools.wraps(own)(lambda self, x: (self, x))
+    )
+    assert not rotating(converted())
 
 
 def test_a_dense_model_has_the_forwards_of_its_classes() -> None:

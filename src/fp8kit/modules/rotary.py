@@ -138,7 +138,9 @@ def _with_rotary(forward: Any) -> Callable[..., Any]:
     if inner is not None:
         ours = types.CellType(_with_rotary(inner))
         cells = tuple(ours if _holds(cell, inner) else cell for cell in forward.__closure__)
-        return _copy(forward, forward.__globals__, cells)
+        made = _copy(forward, forward.__globals__, cells)
+        vars(made).update(vars(forward), __wrapped__=ours.cell_contents)
+        return made
     outer = forward.__globals__
     # Python itself reads names such as that of the package past ``__missing__``
     names = _Names({name: outer[name] for name in outer if name.startswith("__")})
