@@ -259,7 +259,7 @@ def test_decorators_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
     own = inspect.unwrap(modeling_llama.LlamaAttention.forward)
     twice = renamed(renamed(own, used), used)
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", twice)
+    patch(monkeypatch, "LlamaAttention.forward", twice)
     model = converted()
     attention = rotating(model)[0]
     with torch.no_grad():
@@ -279,9 +279,8 @@ def test_decorators_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_decorator_that_calls_something_else_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     own = modeling_llama.LlamaAttention.forward
-    monkeypatch.setattr(
-        modeling_llama.LlamaAttention, "forward", functools.wraps(own)(lambda self, x: (self, x))
-    )
+    other = functools.wraps(own)(lambda self, x: (self, x))
+    patch(monkeypatch, "LlamaAttention.forward", other)
     assert not rotating(converted())
 
 
