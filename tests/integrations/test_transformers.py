@@ -495,6 +495,22 @@ def test_loading_again_into_the_same_model(nano: Path) -> None:
     assert {name: t.data_ptr() for name, t in model.state_dict().items()} == places
 
 
+@pytest.mark.parametrize("kind", ["Mixtral", "GPTNeoX", "Ernie4_5_Moe"])
+def test_a_model_is_filled_from_files_that_have_other_names(kind: str, tmp_path: Path) -> None:
+    source = tiny(kind, tmp_path)
+    wanted = load(source, scheme="FP8_DYNAMIC")
+    save(wanted, tmp_path / "fp8")
+    on_disk = {**load_file(source / SHARD), **load_file(tmp_path / "fp8" / SHARD)}
+    assert not on_disk.keys() >= {*wanted.state_dict(), *stock(source).state_dict()}
+    for path, scheme in ((source, "FP8_DYNAMIC"), (tmp_path / "fp8", None)):
+        model = stock(source)
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        for _ in range(2):  # into a dense model, and into one that is FP8
+            assert load(path, model, scheme=scheme, strict=True) is model
+            assert_same(model, wanted, IDS % 160)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -33,6 +33,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     "t5": {"d_model": 128, "d_kv": 64, "d_ff": 256, "num_layers": 1, "num_heads": 2},
     "vit": {**SIDES, "num_attention_heads": 2, "image_size": 16, "patch_size": 8},
 }
+INNER = {
+    "activation": ("Llama", "model.layers.0.mlp.act_fn"),
+    "first layer": ("flux", "transformer_blocks.0.ff.net.0"),
+    "adapted norm": ("flux", "transformer_blocks.0.norm1.norm"),
+}
 IDS = torch.arange(1, 15).view(2, 7)
 
 
@@ -185,7 +190,7 @@ def patched(kind: type[Any]) -> Iterator[list[bool]]:
 
     def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         seen.append(bool(x.isfinite().all()))
-        return own(self, x * 2, *args, **kwargs)
+        return own(self, -x, *args, **kwargs)
 
     kind.forward = forward
     try:
@@ -216,3 +221,18 @@ def test_a_class_that_is_patched_later_is_followed(case: str, fuses_on_cpu: None
                 assert_bits_equal(made_later(**inputs(kind))[0], after)
                 assert seen == [True] * len(others)
         assert_bits_equal(model(**inputs(kind))[0], before)
+
+
+@pytest.mark.parametrize("case", INNER)
+def test_a_class_within_a_fused_module_that_is_patched_later_is_followed(
+    case: str, fuses_on_cpu: None
+) -> None:
+    kind, name = INNER[case]
+    dense = made(kind)
+    fused, separate = copy.deepcopy(dense), copy.deepcopy(dense)
+    fp8kit.convert(fused)
+    fp8kit.convert(separate, fuse="none")
+    with torch.no_grad(), patched(type(dense.get_submodule(name))):
+        expected = separate(**inputs(kind))[0]
+        for model in (fused, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+            assert_bits_equal(model(**inputs(kind))[0], expected)

@@ -843,3 +843,25 @@ def test_threads_do_not_take_what_waits_for_another(device: torch.device) -> Non
     other.join()
     for layer in layers:
         assert_bits_equal(layer(stand_in), siblings_alone(layer, x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [5, 600])
+def test_a_sibling_on_another_stream_waits_for_no_result(rows: int) -> None:
+    device = torch.device("cuda")
+    layers = siblings(device)
+    x = torch.randn(rows, 256, dtype=torch.bfloat16, device=device)
+    expected = [layer(x) for layer in layers]
+    SharedInput(layers)
+    other = -x
+    for layer in layers:  # compile what is compiled once, and leave other numbers in memory
+        layer(other)
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)  # the first sibling computes after it
+    found = [layers[0](x)]
+    with torch.cuda.stream(side):
+        found += [layer(x) + 0 for layer in layers[1:]]  # which is read before the first is done
+    torch.cuda.synchronize()
+    for y, wanted in zip(found, expected, strict=True):
+        assert_bits_equal(y, wanted)

@@ -16,6 +16,8 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from fp8kit import functional
 from fp8kit.checkpoint.cache_scales import keep_cache_scales
@@ -38,6 +40,7 @@ from fp8kit.integrations.transformers_saving import check_version
 from fp8kit.integrations.transformers_saving import export as export
 from fp8kit.integrations.transformers_trial import accepted as accepted
 from fp8kit.integrations.transformers_trial import accepted_of as accepted_of
+from fp8kit.integrations.transformers_trial import renamed
 from fp8kit.modules.mx_forms import settle
 
 # what a model is built of one by one
@@ -123,6 +126,22 @@ def _refuse_infinities(model: PreTrainedModel) -> None:
             "float16 makes infinities of them.",
             "Take bfloat16, which holds them: dtype=torch.bfloat16.",
         )
+
+
+def in_model(checkpoint: Checkpoint, model: Any) -> Checkpoint:
+    """Return a checkpoint under the names that its tensors have in a model of Transformers.
+
+    Files have other names than many models, and the loader of Transformers renames them.
+    """
+    rules = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
+    found = {n: name for n, (name, _) in renamed(model, rules, checkpoint.tensors).items()}
+    for name, layer in checkpoint.layers.items():  # no model that is dense knows its scales
+        kind = layer.weight.removeprefix(name)
+        found[name] = found[layer.weight].removesuffix(kind)
+        for scale in (layer.scale, layer.input_scale):
+            if scale is not None:
+                found[scale] = found[name] + scale.removeprefix(name)
+    return checkpoint.renamed(found)
 
 
 def skeleton(checkpoint: Checkpoint) -> Any:

@@ -190,6 +190,8 @@ def load(
         if scheme is not None and checkpoint.spec is None:
             plan_options = into_module.PlanOptions(scheme, include, exclude, strict)
         with bare(model) as inner:
+            if is_transformers(inner):
+                checkpoint = integration().in_model(checkpoint, inner)
             filled = into_module.fill(inner, checkpoint, plan_options, missing=missing, **options)
             _finish(checkpoint, inner)
     for note in _notes(checkpoint, filled):

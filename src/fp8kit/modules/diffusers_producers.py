@@ -43,7 +43,7 @@ class FusedAdaptiveNorm(Producer):
     def __init__(
         self, norm: nn.Module, eps: float, modulation: Modulation, consumers: Consumers
     ) -> None:
-        super().__init__(norm, consumers)
+        super().__init__(norm, consumers, norm.norm)
         self.formula = NormFormula("layer_norm", eps)
         self.modulation = modulation
         names = list(inspect.signature(norm.forward).parameters)
@@ -82,7 +82,8 @@ class FusedFeedForward(Fused):
     """
 
     def __init__(self, feed_forward: nn.Module, kind: str, gated: bool) -> None:
-        super().__init__(feed_forward)
+        first = feed_forward.get_submodule("net.0")
+        super().__init__(feed_forward, first, getattr(first, "activation", None))
         self.kind = kind
         self.gated = gated
 

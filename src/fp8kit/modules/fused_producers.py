@@ -133,9 +133,10 @@ class Fused(nn.Module):
 
     It shares the dictionaries of Parameters, buffers and children with the module it replaces, so
     names, moves, casts and loading reach both, and where it may not fuse it calls that module.
+    ``inner`` are modules in that one for which it computes, too.
     """
 
-    def __init__(self, replaced: nn.Module) -> None:
+    def __init__(self, replaced: nn.Module, *inner: object) -> None:
         super().__init__()
         self._parameters = replaced._parameters
         self._buffers = replaced._buffers
@@ -145,7 +146,8 @@ class Fused(nn.Module):
         self.parameter_names = tuple(replaced._parameters)
         self.replaced = (replaced,)  # inside a tuple, it is not registered as a child
         self.replays = ReplayCache()
-        self._code: object = type(replaced).forward
+        self._kinds = (type(replaced), *(type(m) for m in inner if isinstance(m, nn.Module)))
+        self._code: object = [kind.forward for kind in self._kinds]
         carry_hooks(replaced, self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -158,7 +160,8 @@ class Fused(nn.Module):
         self.__dict__.pop("_tapes", None)
         self.__dict__.setdefault("parameter_names", tuple(self._parameters))
         self.replays = ReplayCache()
-        self._code = type(self.replaced[0]).forward if state.get("_code", True) else None
+        kinds = self.__dict__.setdefault("_kinds", (type(self.replaced[0]),))
+        self._code = [kind.forward for kind in kinds] if state.get("_code", True) else None
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what the replaced module has there; what it computes then, it computes itself."""
@@ -206,8 +209,8 @@ class Fused(nn.Module):
         return same and all(map(held.__contains__, self.parameter_names))
 
     def has_known_code(self) -> bool:
-        """Return whether the class that was replaced computes what it did then."""
-        return type(self.replaced[0]).forward is self._code
+        """Return whether the classes that were replaced compute what they did then."""
+        return [kind.forward for kind in self._kinds] == self._code
 
     def _replicate_for_data_parallel(self) -> nn.Module:
         """Replicate what was replaced: codes are offered to the layers of one GPU only."""
@@ -219,8 +222,8 @@ class Fused(nn.Module):
 class Producer(Fused):
     """A module whose result is read by known layers alone."""
 
-    def __init__(self, replaced: nn.Module, consumers: Consumers) -> None:
-        super().__init__(replaced)
+    def __init__(self, replaced: nn.Module, consumers: Consumers, *inner: object) -> None:
+        super().__init__(replaced, *inner)
         self.consumers = consumers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -303,7 +306,7 @@ class FusedGatedMlp(Fused):
     """
 
     def __init__(self, mlp: nn.Module, kind: str) -> None:
-        super().__init__(mlp)
+        super().__init__(mlp, getattr(mlp, "act_fn", None))
         self.kind = kind
 
     def is_converted(self) -> bool:

@@ -39,6 +39,7 @@ from fp8kit.runtime.weight_hazards import invalidate, join, version
 _JOINED_DEVICES = ("cpu", "cuda")  # where memory changes hands by DLPack, both ways
 # what torch does not declare for type checkers
 _autocast, _grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 _dlpack: Any = dlpack
 
 
@@ -164,7 +165,7 @@ class SharedInput:
         result, weights = pending.results.pop(id(member), (None, None))
         if not pending.results:
             self._pending = None
-        changed = weights != _OFFERED and weights != _weight_state(member)
+        changed = weights != _OFFERED and weights != _weight_state(member, _stream(x))
         if result is not None and not changed:
             return result
         if pending.codes is None or (changed and result is None):
@@ -192,13 +193,15 @@ class SharedInput:
                 return member.multiply(codes)
             y = self._multiply(operators.CODES, inputs, options)
         first, *rest = self._split(y, members)
+        stream = _stream(pending.x)
         for other, part in zip(members[1:], rest, strict=True):
-            pending.results[id(other)] = (part, _weight_state(other))
+            pending.results[id(other)] = (part, _weight_state(other, stream))
         return first
 
     def _quantized_once(self, member: Fp8Linear, x: Tensor) -> Tensor:
         codes = member.quantize_input(x)
-        rest: _Results = {id(m): (None, _weight_state(m)) for m in self.members[1:]}
+        stream = _stream(x)
+        rest: _Results = {id(m): (None, _weight_state(m, stream)) for m in self.members[1:]}
         self._pending = _Pending(x, _input_state(x), rest, codes, self._copied(x))
         return member.multiply(codes)
 
@@ -274,8 +277,10 @@ class SharedInput:
     def _keep(self, x: Tensor, y: Tensor, members: Sequence[Fp8Linear]) -> Tensor:
         """Give the first member's part of a joined result, and keep the others' for their calls."""
         first, *rest = self._split(y, members)
+        stream = _stream(x)
         results: _Results = {
-            id(m): (part, _weight_state(m)) for m, part in zip(members[1:], rest, strict=True)
+            id(m): (part, _weight_state(m, stream))
+            for m, part in zip(members[1:], rest, strict=True)
         }
         self._pending = _Pending(x, _input_state(x), results, values=self._copied(x))
         return first
@@ -365,9 +370,17 @@ def _address(x: Tensor) -> int:
         return 0
 
 
-def _weight_state(member: Fp8Linear) -> _State:
+def _stream(x: Tensor) -> int:
+    """Return where work goes now; for a sibling in another stream no result is there yet."""
+    try:
+        return _current_stream(x.get_device()) if x.is_cuda else 0
+    except RuntimeError:  # a fake tensor may be on a device that is not there
+        return 0
+
+
+def _weight_state(member: Fp8Linear, stream: int) -> _State:
     grad = _grad_enabled()
-    facts: list[object] = [member.options(), member.scale_ub]
+    facts: list[object] = [member.options(), member.scale_ub, stream]
     for t in (*member._parameters.values(), *member._buffers.values()):
         if t is not None:
             facts += id(t), version(t), grad and t.requires_grad

@@ -111,7 +111,7 @@ def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: 
 
 def _remedy(lost: bool, others: bool, absent: Sequence[str], on_disk: Collection[str]) -> str:
     """Say what to do about buffers that get values as a model is built, and about the rest."""
-    said = ["Pass the model that the checkpoint was made from."] if others else []
+    said = ["Pass the model the files are of, or none for a directory of Transformers."] * others
     if absent and (renamed := other_beginning(absent, on_disk)):
         said = [renamed]
     elif absent:

@@ -104,7 +104,13 @@ class Checkpoint:
     def for_engines(self) -> Checkpoint:
         """Return the same checkpoint under the names by which engines and Transformers load it."""
         model_type = str(self.config.get("model_type"))
-        names = {n: engine_name(n, model_type) for n in (*self.tensors, *self.layers)}
+        return self.renamed({n: engine_name(n, model_type) for n in (*self.tensors, *self.layers)})
+
+    def renamed(self, names: Mapping[str, str]) -> Checkpoint:
+        """Return the same checkpoint under other names of all its tensors and layers.
+
+        If two tensors would have the same name, all keep theirs.
+        """
         taken = len({names[n] for n in self.tensors}) < len(self.tensors)
         if taken or all(n == name for n, name in names.items()):
             return self
@@ -119,7 +125,8 @@ class Checkpoint:
             for n, layer in self.layers.items()
         }
         tensors = {names[n]: info for n, info in self.tensors.items()}
-        return replace(self, tensors=tensors, layers=layers)
+        kv_scales = tuple(names[n] for n in self.kv_scales)
+        return replace(self, tensors=tensors, layers=layers, kv_scales=kv_scales)
 
     def read(self, name: str) -> Tensor:
         """Load one tensor by our name: on the CPU, in memory of its own.
