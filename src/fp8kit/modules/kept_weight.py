@@ -17,9 +17,10 @@ def follow_original(layer: Fp8Linear) -> None:
     """Quantize a dense weight that was kept, if it was changed or replaced since."""
     if torch.compiler.is_compiling():
         return
-    original, seen = layer.original_weight, layer._quantized_from
+    original = layer.original_weight
     if original is None:
         return
+    seen = layer._quantized_from  # not in a file of an earlier version
     if seen is not None and seen[0] is original and seen[1] == version(original):
         return
     with torch.no_grad():
@@ -27,3 +28,13 @@ def follow_original(layer: Fp8Linear) -> None:
         for name, tensor in stored_tensors(q, layer.scheme, layer=layer.qualified_name).items():
             getattr(layer, "codes" if name == "weight" else name).copy_(tensor)
     layer.keep(original)
+
+
+def made_of_original(layer: Fp8Linear) -> Fp8Linear:
+    """Return a copy of a layer that knows its codes to be made of the weight copied with them.
+
+    Made again they may have other bits, as what was kept may have been cast since.
+    """
+    if layer.original_weight is not None:
+        layer.keep(layer.original_weight)
+    return layer
