@@ -104,7 +104,7 @@ def dialect_named(name: str) -> Dialect:
     Raises ``ValueError`` for an unknown name, or one that is only read.
     """
     writable = {d.name: d for d in DIALECTS if d.writable}
-    if name not in writable:
+    if not isinstance(name, str) or name not in writable:
         raise InvalidValue(
             f"Got dialect {name!r}.",
             f"Those that are written are {', '.join(sorted(writable))}.",
