@@ -304,3 +304,18 @@ def test_an_interrupt_leaves_no_codes_with_scales_of_others() -> None:
     with contextlib.suppress(KeyboardInterrupt):
         settle({"layer": layer})
     assert relative_error(fp8kit.dequantize(layer.quantized_weight()), value) < 0.01
+
+
+class NotNow(torch.nn.Linear):
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "__class__":
+            raise KeyboardInterrupt
+        super().__setattr__(name, value)
+
+
+def test_an_interrupted_conversion_leaves_layers_in_their_form() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128), NotNow(128, 128))
+    with pytest.raises(KeyboardInterrupt):
+        fp8kit.convert(model, "MXFP8", include=["0", "1"])
+    assert str(model[0].scheme) == "MXFP8_ROW"
+    assert type(model[1]) is NotNow
