@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import pickle
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import fp8kit
-from fp8kit import formats
+from fp8kit import formats, moe
 from fp8kit.checkpoint.schema.targets import dialect_for
 from fp8kit.conversion import calibration
 from fp8kit.errors import (
@@ -24,6 +25,7 @@ from fp8kit.errors import (
     teach,
 )
 from fp8kit.fused import silu_mul_quantize
+from fp8kit.io.checkpoints import workers_on
 
 X = torch.ones(4, 256)
 W = fp8kit.quantize(torch.ones(128, 256), role="weight")
@@ -42,6 +44,11 @@ def converted() -> nn.Sequential:
     return model
 
 
+class BytesPath(os.PathLike[bytes]):
+    def __fspath__(self) -> bytes:
+        return b"dir"
+
+
 def meta_scale_q() -> formats.QTensor:
     return formats.QTensor(Q.data, Q.scale.to("meta"), fp8kit.ROW)
 
@@ -49,6 +56,64 @@ def meta_scale_q() -> formats.QTensor:
 # by exception: a call, and what is said of it, of which the dots leave out the rest
 CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
     TypeError: [
+        (lambda: moe.Activation(gated="no"),
+         "Got gated='no'. ... True or False ... Pass one of these"),
+        (lambda: moe.route(X, 2, renormalize="no"),
+         "Got renormalize='no'. ... True or False ... Pass one of these"),
+        (lambda: moe.tokens_per_expert(ONE, 3),
+         "Got ids=tensor([[1.]]). ... tensor of integers ... Pass ids first"),
+        (lambda: fp8kit.load(BytesPath()),
+         "Got b'dir' as a checkpoint. ... a str or a pathlib.Path ... 'model-fp8'"),
+        (lambda: fp8kit.save(converted(), "dir", overwrite="no"),
+         "Got overwrite='no'. ... True or False ... Pass one of these"),
+        (lambda: fp8kit.convert(mlp(), strict="no"),
+         "Got strict='no'. ... True or False ... Pass one of these"),
+        (lambda: fp8kit.convert(mlp(), copy="no"),
+         "Got copy='no'. ... True or False ... Pass one of these"),
+        (lambda: fp8kit.load("dir", strict=None),
+         "Got strict=None. ... True or False ... Pass one of these"),
+        (lambda: fp8kit.load_weights(mlp(), {}, partial=1),
+         "Got partial=1. ... True or False ... Pass one of these"),
+        (lambda: fp8kit.warmup(converted(), tune="no"),
+         "Got tune='no'. ... True or False ... Pass one of these"),
+        (lambda: fp8kit.Recipe(strict="no"),
+         "Got strict='no'. ... True or False ... Pass one of these"),
+        (lambda: fp8kit.scaled_mm(Q, W, batch_invariant="no"),
+         "Got batch_invariant='no'. ... True or False ... Pass one of these"),
+        (lambda: fp8kit.linear(X, W, batch_invariant=1),
+         "Got batch_invariant=1. ... True or False ... Pass one of these"),
+        (lambda: fp8kit.scaled_mm(Q, W, backend=3),
+         "Got backend=3. ... named by a word ... Leave it out"),
+        (lambda: fp8kit.Scheme("own", "ROW", None),
+         "Got 'ROW' as the granularity. ... GroupShape ... Pass fp8kit.ROW"),
+        (lambda: fp8kit.Scheme("own", fp8kit.ROW, "ROW"),
+         "Got 'ROW' as the granularity. ... GroupShape ... Pass fp8kit.ROW"),
+        (lambda: fp8kit.Scheme("own", fp8kit.ROW, fp8kit.ROW, ue8m0="no"),
+         "Got ue8m0='no'. ... True or False ... Pass one of these"),
+        (lambda: fp8kit.scale_shape((4, 256), "ROW"),
+         "Got 'ROW' as the granularity. ... GroupShape ... Pass fp8kit.ROW"),
+        (lambda: fp8kit.rebase(fp8kit.quantize(X, fp8kit.MX), "ROW"),
+         "Got 'ROW' as the granularity. ... GroupShape ... Pass fp8kit.ROW"),
+        (lambda: fp8kit.QTensor([1.0], ONE, fp8kit.ROW),
+         "Got codes of type list. ... FP8 tensor ... fp8kit.quantize"),
+        (lambda: fp8kit.quantize(X, dtype=[8]),
+         "Got [8] as the dtype of FP8 codes. ... float8_e4m3fn ... Pass one of these"),
+        (lambda: fp8kit.quantize(torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged)),
+         "Got x as a nested tensor. ... one dense tensor ... x.values()"),
+        (lambda: fp8kit.Fp8Linear(256, 128, dtype="float16"),
+         "Got dtype='float16'. ... high precision ... Pass torch.bfloat16"),
+        (lambda: fp8kit.Fp8Linear.from_quantized(W, dtype="float16"),
+         "Got dtype='float16'. ... high precision ... Pass torch.bfloat16"),
+        (lambda: fp8kit.Fp8Experts(2, 128, 128, dtype="float16"),
+         "Got dtype='float16'. ... high precision ... Pass torch.bfloat16"),
+        (lambda: fp8kit.Fp8Experts(2, 128, 128, bias="no"),
+         "Got bias='no'. ... True or False ... Pass one of these"),
+        (lambda: fp8kit.plan(mlp(), m=True),
+         "Got m=True. ... positive integers ... Pass m=[1, 4096]"),
+        (lambda: fp8kit.plan(mlp(), m="16"),
+         "Got m='16'. ... positive integers ... Pass m=[1, 4096]"),
+        (lambda: fp8kit.quantize_checkpoint(".", "dir", runner=3),
+         "Got runner=3. ... a function ... fp8kit.ray_runner()"),
         (lambda: fp8kit.load(None),
          "Got None as a checkpoint. ... a str or a pathlib.Path ... 'model-fp8'"),
         (lambda: fp8kit.save(converted(), None),
@@ -127,6 +192,28 @@ CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
          "Got 'FP8_DYNAMIC' as the model. ... the module to fill ... Pass scheme='FP8_DYNAMIC'"),
     ],
     ValueError: [
+        (lambda: moe.Activation(alpha="1"),
+         "Got alpha='1'. ... finite number ... Pass a float"),
+        (lambda: moe.Activation(limit="7"),
+         "Got limit='7'. ... positive and finite ... Pass None for no bound"),
+        (lambda: moe.route(X, 2, scaling_factor=math.nan),
+         "Got scaling_factor=nan. ... finite number ... Pass a float"),
+        (lambda: fp8kit.Fp8Linear(-1, 128),
+         "Got in_features=-1. ... 0 or more ... Pass an int"),
+        (lambda: fp8kit.Fp8Linear(256, None),
+         "Got out_features=None. ... 0 or more ... Pass an int"),
+        (lambda: fp8kit.Fp8Experts("2", 128, 128),
+         "Got num_experts='2'. ... 0 or more ... Pass an int"),
+        (lambda: fp8kit.Fp8Linear(256, 128, dtype=torch.float8_e4m3fn),
+         "Got dtype=torch.float8_e4m3fn. ... high precision ... Choose FP8 by its scheme"),
+        (lambda: fp8kit.plan(mlp(), m=[]),
+         "Got m=[]. ... positive integers ... Pass m=[1, 4096]"),
+        (lambda: fp8kit.save(converted(), "dir", max_shard_bytes=True),
+         "Got max_shard_bytes=True. ... bytes ... Pass a positive number"),
+        (lambda: fp8kit.load("dir", device=10**30),
+         "Got device=1000 ... this machine has ... Pass one of these"),
+        (lambda: workers_on(["cpu"], "2"),
+         "Got '2' workers. ... does the work ... Pass 1 or more"),
         (lambda: fp8kit.quantize_checkpoint("", "dir"),
          "Got an empty path as a checkpoint. ... the path of ... or '.' for"),
         (lambda: fp8kit.quantize_checkpoint(".", ""),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -46,14 +47,15 @@ def teach(arrived: str, required: str, remedy: str) -> str:
 
 def as_path(value: object, what: str) -> Path:
     """Return a path as one object, or raise an error that says what was meant by it."""
-    if value == "":  # Path takes it for the working directory
+    if isinstance(value, str) and not value:  # Path takes it for the working directory
         raise InvalidValue(
             f"Got an empty path as {what}.",
             "It is the path of a directory or a file.",
             "Pass it, such as 'model-fp8', or '.' for the working directory.",
         )
-    if isinstance(value, (str, os.PathLike)):
-        if "\0" in str(value):
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if isinstance(value, str):
+        if "\0" in value:
             raise InvalidValue(
                 f"Got {value!r:.80} as {what}.",
                 "A path has no null character.",
@@ -72,11 +74,31 @@ def check_choice(
 ) -> None:
     """Refuse an argument whose value is none of a few words; raises ``InvalidValue``."""
     words = list(known)
-    if value not in words:
+    if not isinstance(value, str) or value not in words:
         raise InvalidValue(
             f"Got {name}={value!r}.",
             f"It is one of {', '.join(map(str, words))}.",
             remedy + did_you_mean(value, words),
+        )
+
+
+def check_switch(name: str, value: object) -> None:
+    """Refuse what is neither ``True`` nor ``False``, such as ``"no"``; raises ``InvalidType``."""
+    if not isinstance(value, bool):
+        raise InvalidType(
+            f"Got {name}={value!r:.80}.",
+            "It is True or False.",
+            "Pass one of these, and other arguments by name, such as scheme='FP8_BLOCK'.",
+        )
+
+
+def check_number(name: str, value: object) -> None:
+    """Refuse what is no number, or none that is finite; raises ``InvalidValue``."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidValue(
+            f"Got {name}={value!r:.80}.",
+            "It is a finite number.",
+            "Pass a float.",
         )
 
 

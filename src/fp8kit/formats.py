@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from fp8kit.errors import InvalidType, InvalidValue, check_choice, did_you_mean
+from fp8kit.errors import InvalidType, InvalidValue, check_choice, check_switch, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,7 @@ def scale_shape(shape: Sequence[int], group: GroupShape) -> tuple[int, ...]:
         >>> scale_shape((2, 5, 300), GROUP128), scale_shape((5, 300), TENSOR)
         ((2, 5, 3), (1, 1))
     """
+    check_group(group)
     least = 2 if group.rows > 1 else 1
     if len(shape) < least:
         raise InvalidValue(
@@ -164,9 +165,9 @@ FP8_FORMATS: dict[torch.dtype, Fp8Format] = {f.dtype: f for f in (E4M3FN, E4M3FN
 
 def fp8_format(dtype: torch.dtype) -> Fp8Format:
     """Look up an 8-bit float dtype; raises ``TypeError`` for anything else."""
-    if dtype not in FP8_FORMATS:
+    if not isinstance(dtype, torch.dtype) or dtype not in FP8_FORMATS:
         raise InvalidType(
-            f"Got {dtype} as the dtype of FP8 codes.",
+            f"Got {dtype!r:.80} as the dtype of FP8 codes.",
             f"Known are {', '.join(str(d).removeprefix('torch.') for d in FP8_FORMATS)}.",
             "Pass one of these, e.g. torch.float8_e4m3fn.",
         )
@@ -213,6 +214,11 @@ class Scheme:
     rebased: bool = False
 
     def __post_init__(self) -> None:
+        check_group(self.weight)
+        if self.activation is not None:
+            check_group(self.activation)
+        for switch in ("static", "ue8m0", "rebased"):
+            check_switch(switch, getattr(self, switch))
         if self.rebased and (self.weight == MX or self.dtype == E5M2.dtype):
             raise InvalidValue(
                 f"Got rebased=True for {self.weight} weights of {self.dtype}.",
@@ -328,6 +334,12 @@ class QTensor:
     group: GroupShape
 
     def __post_init__(self) -> None:
+        if not isinstance(self.data, Tensor):
+            raise InvalidType(
+                f"Got codes of type {type(self.data).__name__}.",
+                "They are an FP8 tensor, and their scales another.",
+                "Pass both, or quantize numbers: fp8kit.quantize(x).",
+            )
         fp8_format(self.data.dtype)
         check_scale(self.scale, tuple(self.data.shape), self.group, self.data.device)
 
@@ -358,7 +370,6 @@ def check_scale(
     Raises ``TypeError`` for a wrong dtype, or what is no tensor or no group, and ``ValueError`` for
     a wrong shape or device.
     """
-    check_group(group)
     wanted, dtype = scale_shape(shape, group), scale_dtype(group)
     if not isinstance(scale, Tensor):
         raise InvalidType(

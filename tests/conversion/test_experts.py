@@ -232,6 +232,15 @@ def test_models_become_dense_again() -> None:
     assert_same_tensors(model, before)
 
 
+def test_kept_stacks_follow_what_is_loaded() -> None:
+    model = tiny("GptOss")
+    fp8kit.convert(model, weight_storage="keep")
+    other = {n: t * 2 for n, t in tiny("GptOss").state_dict().items()}
+    model.load_state_dict(other)
+    model.dequantize()
+    assert_same_tensors(model, other)
+
+
 class Own(nn.Module):
     """Experts under names of their own, without a gate."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from checkpoint_samples import NANO, SHARD, all_bytes, edit_json, saved
 from fp8kit.checkpoint.storage.reader import open_checkpoint
-from fp8kit.errors import CheckpointError
+from fp8kit.errors import CheckpointError, InvalidValue
 from fp8kit.formats import QTensor
 from fp8kit.functional import dequantize
 from fp8kit.io import translation
@@ -444,3 +444,12 @@ def test_one_tensor_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
     convert_checkpoint(source, tmp_path / "d", dialect="autofp8")
     of_source = [n for n in seen if ".0." not in n.removeprefix("model.layers.0")]
     assert sorted(of_source.count(n) for n in stack(torch.ones(2)) if "_proj" in n) == [1] * 4
+
+
+@pytest.mark.parametrize("word", ["", "vlm", ["vllm"]])
+@pytest.mark.parametrize("option", ["target", "dialect"])
+def test_no_word_is_another_word_than_none(option: str, word: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {option: word}
+    with pytest.raises(InvalidValue, match=f"Got {option}"):
+        convert_checkpoint(FOLDER / "fp8-block", tmp_path / "d", **options)
+    assert not (tmp_path / "d").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,22 @@ def test_a_kept_weight_that_is_replaced_is_quantized() -> None:
     x = torch.randn(3, 128)
     expected = fp8kit.Fp8Linear.from_linear(layer.to_linear())
     assert_bits_equal(copy.deepcopy(layer)(x).detach(), expected(x).detach())
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_does_not_quantize_a_kept_weight_again(how: str) -> None:
+    layer: Any = model_of(weight_storage="keep")[0]
+    layer.original_weight = layer.original_weight.half()
+    layer(torch.randn(3, 128))
+    for _ in range(3):  # kept as fp16
+        layer.load_state_dict({"weight": torch.randn(256, 128)}, strict=False)
+    x = torch.randn(3, 128)
+    twin = copy.deepcopy(layer) if how == "deepcopy" else pickle.loads(pickle.dumps(layer))
+    assert_bits_equal(twin(x).detach(), layer(x).detach())
+    with torch.no_grad():
+        twin.original_weight.mul_(-3.0)
+    expected = fp8kit.Fp8Linear.from_linear(twin.to_linear())
+    assert_bits_equal(twin(x).detach(), expected(x).detach())
 
 
 def test_a_bias_that_trained_trains() -> None:

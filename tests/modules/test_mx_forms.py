@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from dataclasses import replace
@@ -285,3 +286,36 @@ def test_checkpoints_with_groups_of_nan_are_refused_by_name(tmp_path: Path) -> N
     for scheme in (None, "FP8_DYNAMIC"):
         with pytest.raises(fp8kit.CheckpointError, match=said):
             fp8kit.convert_checkpoint(source, tmp_path / "c", scheme=scheme)
+
+
+class Interrupted(fp8kit.Fp8Linear):
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        if name == "weight_scale" and "weight_scale" in self._parameters:
+            raise KeyboardInterrupt
+        super().register_parameter(name, param)
+
+
+def test_an_interrupt_leaves_no_codes_with_scales_of_others() -> None:
+    dense = torch.nn.Linear(128, 96)
+    dense.weight.data[:, :32] *= 8
+    layer = fp8kit.Fp8Linear.from_linear(dense, "MXFP8")
+    value = fp8kit.dequantize(layer.quantized_weight())
+    layer.__class__ = Interrupted
+    with contextlib.suppress(KeyboardInterrupt):
+        settle({"layer": layer})
+    assert relative_error(fp8kit.dequantize(layer.quantized_weight()), value) < 0.01
+
+
+class NotNow(torch.nn.Linear):
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "__class__":
+            raise KeyboardInterrupt
+        super().__setattr__(name, value)
+
+
+def test_an_interrupted_conversion_leaves_layers_in_their_form() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128), NotNow(128, 128))
+    with pytest.raises(KeyboardInterrupt):
+        fp8kit.convert(model, "MXFP8", include=["0", "1"])
+    assert str(model[0].scheme) == "MXFP8_ROW"
+    assert type(model[1]) is NotNow

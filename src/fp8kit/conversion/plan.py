@@ -18,7 +18,7 @@ from fp8kit.conversion.fusion_rules import Link
 from fp8kit.conversion.patterns import check_patterns, chosen, some_of
 from fp8kit.conversion.report import Report
 from fp8kit.dispatch.device import capability
-from fp8kit.errors import ConversionError, InvalidType, check_choice
+from fp8kit.errors import ConversionError, InvalidType, check_choice, check_switch
 from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import holds_matrix
@@ -154,7 +154,8 @@ def plan(
         A ``Plan``: ``print`` it, or ``apply`` it.
 
     Raises:
-        TypeError: if the model is no module, ``calibrate`` no function, or a row count no integer.
+        TypeError: if the model is no module, ``calibrate`` no function, ``strict`` no switch, or a
+            row count no integer.
         ValueError: if the scheme or ``fuse`` is unknown, or a row count is not positive.
         ConversionError: if a pattern matches no layer, ``strict`` finds a layer that cannot be
             converted, or a fusion rule names what does not exist or does not hold.
@@ -163,6 +164,7 @@ def plan(
         >>> print(fp8kit.plan(model, exclude=["*.o_proj"]))
     """
     scheme, rows = Scheme.of(scheme), None if m is None else check_row_counts(m)
+    check_switch("strict", strict)
     _check_arguments(model, calibrate)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     asked = native_scheme(scheme, device)
@@ -241,6 +243,7 @@ def convert(
     Example:
         >>> print(fp8kit.convert(model, "FP8_DYNAMIC"))
     """
+    check_switch("copy", copy)
     decided = plan(
         model,
         scheme,

@@ -40,7 +40,7 @@ def replace_layers(
     form, scheme = mx_forms.named_form(scheme), scheme.stored  # rebased below, by what that changes
     for module, stacks in experts:
         convert_experts(module, stacks, scheme, weight_storage)
-    layers: dict[str, Fp8Linear] = {}
+    made: dict[str, Fp8Linear | ExpertTensors] = {}
     for record in report.linears:
         module = model.get_submodule(record.name)
         dense = linear_at(model, record.name)
@@ -50,13 +50,13 @@ def replace_layers(
             layer.keep(kept.to("cpu") if weight_storage == "cpu_offload" else kept)
         layer.transposed = is_conv1d(module)
         layer.qualified_name = record.name
-        layers[record.name] = become(module, layer)
-    made: dict[str, Fp8Linear | ExpertTensors] = {**layers}
+        mx_forms.settle({record.name: layer}, form)  # before the model has it, for interrupts
+        made[record.name] = become(module, layer)
     for record in report.stacks:
         held = model.get_submodule(record.name)
         assert isinstance(held, ExpertTensors)
+        mx_forms.settle({record.name: held}, form)
         made[record.name] = held
-    mx_forms.settle(made, form)
     for record in (*report.linears, *report.stacks):
         record.reason = made[record.name].form_note
 

@@ -32,7 +32,7 @@ from fp8kit.checkpoint.loading.merged_weights import is_finite
 from fp8kit.conversion import fusion, siblings
 from fp8kit.conversion.plan import refuse_static, warn_of_nothing
 from fp8kit.conversion.report import TIED, Report
-from fp8kit.errors import UnsupportedError
+from fp8kit.errors import UnsupportedError, check_switch
 from fp8kit.formats import FP8_FORMATS, Scheme
 from fp8kit.integrations import transformers_attention
 from fp8kit.integrations import transformers_saving as saving
@@ -90,6 +90,7 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         quant_method: str = saving.METHOD,
         mx_form: str | None = None,
     ) -> None:
+        check_switch("strict", strict)
         if layers is None:
             refuse_static(scheme_of_plain(scheme))
         self.quant_method = quant_method

@@ -23,7 +23,7 @@ def as_device(value: object) -> torch.device | None:
             raise TypeError("torch takes True for the device 1")
         found: torch.device = torch.device(value)  # type: ignore[call-overload]
         count = torch.get_device_module(found).device_count()
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise InvalidValue(f"Got device={value!r:.80}.", required, "Pass one of these.") from error
     if found.type != "cpu" and (found.index or 0) >= count:
         raise InvalidValue(
@@ -46,22 +46,6 @@ def as_devices(value: object) -> list[torch.device]:
     if not value:
         raise InvalidValue("Got no devices.", "Each one is a worker.", "Pass at least 'cpu'.")
     return [found for each in value if (found := as_device(each)) is not None]
-
-
-def check_dtype(dtype: object) -> None:
-    """Refuse what is no high precision of a model; ``None`` is that of the checkpoint."""
-    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        if dtype is None or dtype.itemsize > 1:
-            return
-        remedy = "Choose FP8 by its scheme, such as scheme='FP8_DYNAMIC'."
-    else:
-        remedy = "Pass torch.bfloat16, or leave it out for that of the checkpoint."
-    kind = InvalidValue if isinstance(dtype, torch.dtype) else InvalidType
-    raise kind(
-        f"Got dtype={dtype!r:.80}.",
-        "It is the high precision of the model: bfloat16, float16 or float32.",
-        remedy,
-    )
 
 
 def check_missing(missing: object, no_model: bool) -> None:

@@ -15,7 +15,7 @@ from fp8kit.checkpoint.loading import into_module
 from fp8kit.checkpoint.loading.expected import Layers, other_beginning
 from fp8kit.checkpoint.loading.placement import Placement
 from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import CheckpointError, InvalidType, InvalidValue
+from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, check_switch
 from fp8kit.formats import FLOATS, Scheme
 from fp8kit.io.arguments import as_device
 from fp8kit.modules.libraries import bare
@@ -74,6 +74,8 @@ def load_weights(
         >>> fp8kit.load_weights(model, [])  # all buckets were there: check that nothing waits
     """
     _check_arguments(model, weights)
+    check_switch("partial", partial)
+    check_switch("strict", strict)
     with bare(model) as model:
         where = as_device(device)
         load = _UNFINISHED.pop(model, None)

@@ -28,7 +28,14 @@ from fp8kit.checkpoint.streaming.recipe import Recipe
 from fp8kit.checkpoint.streaming.verify import Verification, verify
 from fp8kit.checkpoint.streaming.work_plan import Work, plan_work
 from fp8kit.conversion.report import Report
-from fp8kit.errors import CheckpointError, InvalidValue, UnsupportedError, as_path, teach
+from fp8kit.errors import (
+    CheckpointError,
+    InvalidType,
+    InvalidValue,
+    UnsupportedError,
+    as_path,
+    teach,
+)
 from fp8kit.formats import Scheme
 from fp8kit.io.arguments import as_devices
 from fp8kit.io.models import accepted
@@ -91,6 +98,12 @@ def quantize_checkpoint(
     """
     recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
     check_source(source)
+    if runner is not None and not callable(runner):
+        raise InvalidType(
+            f"Got runner={runner!r:.80}.",
+            "It is a function that carries out the work.",
+            "Pass fp8kit.ray_runner(), or leave it out for threads of this process.",
+        )
     destination = as_path(destination, "the destination")
     origin, goal = directory.resolved(source), Path(os.path.realpath(destination))
     checkpoint, partial = high_precision(origin), journal.UnfinishedConversion(goal)
@@ -187,9 +200,9 @@ def workers_on(devices: Sequence[str], count: int | None = None) -> list[torch.d
     that this process may use, and a GPU eight, so that reading, computing and writing overlap.
     Raises ``ValueError`` if ``count`` is not positive, or a device is not here.
     """
-    if count is not None and count < 1:
+    if count is not None and not (isinstance(count, int) and count > 0):
         raise InvalidValue(
-            f"Got {count} workers.", "At least one does the work.", "Pass 1 or more."
+            f"Got {count!r:.80} workers.", "At least one does the work.", "Pass 1 or more."
         )
     found = []
     for device in as_devices(devices):

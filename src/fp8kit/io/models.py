@@ -22,13 +22,21 @@ from fp8kit.checkpoint.storage.nvfp4 import told
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
 from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, as_path, teach
+from fp8kit.errors import (
+    CheckpointError,
+    InvalidType,
+    InvalidValue,
+    as_path,
+    check_switch,
+    teach,
+)
 from fp8kit.formats import MX_FORMS, SCHEMES, Scheme
-from fp8kit.io.arguments import as_device, check_dtype, check_missing, check_widths
+from fp8kit.io.arguments import as_device, check_missing, check_widths
 from fp8kit.modules.libraries import bare, is_transformers
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.mx_forms import named_form
 from fp8kit.modules.weight_parts import recode_for_devices
+from fp8kit.ops.validation import check_precision
 
 
 def save(
@@ -169,7 +177,8 @@ def load(
             "The second argument is the module to fill; a scheme has a keyword.",
             "Pass scheme='FP8_DYNAMIC' or the like by name.",
         )
-    check_dtype(dtype)
+    check_precision(dtype)
+    check_switch("strict", strict)
     where = as_device(device)
     wanted = None if scheme is None else Scheme.of(scheme).stored
     check_widths(widths)

@@ -95,7 +95,10 @@ def convert_checkpoint(
     every = list(matrices_of(checkpoint))
     if scheme is not None:
         every = [replace(m, scheme=wanted) if m.layer.group == MX else m for m in every]
-    written = dialect_named(dialect) if dialect else _dialect(target or "vllm", every, checkpoint)
+    if dialect is None:
+        written = _dialect("vllm" if target is None else target, every, checkpoint)
+    else:
+        written = dialect_named(dialect)
     job = Translation(checkpoint, written, every)
     dense = _dense(checkpoint)
     if target is not None:

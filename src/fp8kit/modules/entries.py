@@ -1,4 +1,4 @@
-"""How ``load_state_dict`` fills an FP8 layer, and how a dense weight is quantized and followed."""
+"""How ``load_state_dict`` fills an FP8 layer, and how a dense weight is quantized."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from fp8kit.errors import CheckpointError, InvalidType
 from fp8kit.formats import FLOATS, FP8_FORMATS, MX, QTensor, Scheme, check_scale
 from fp8kit.ops import validation
 from fp8kit.quantizers.rebase import Rebased, rebase
-from fp8kit.runtime.weight_hazards import version
 
 if TYPE_CHECKING:
     from fp8kit.modules.linear import Fp8Linear
@@ -137,22 +136,6 @@ def stored_entries(
     """Return ``stored_tensors`` under the names of a ``state_dict``."""
     found = stored_tensors(weight, scheme, name, prefix.rstrip("."))
     return {prefix + own: tensor for own, tensor in found.items()}
-
-
-def follow_original(layer: Fp8Linear) -> None:
-    """Quantize a dense weight that was kept, if it was changed or replaced since."""
-    if torch.compiler.is_compiling():
-        return
-    original, seen = layer.original_weight, layer._quantized_from
-    if original is None:
-        return
-    if seen is not None and seen[0] is original and seen[1] == version(original):
-        return
-    with torch.no_grad():
-        q = quantize_weight(original.to(layer.codes.device), layer.scheme)
-        for name, tensor in stored_tensors(q, layer.scheme, layer=layer.qualified_name).items():
-            getattr(layer, "codes" if name == "weight" else name).copy_(tensor)
-    layer.keep(original)
 
 
 def quantize_weight(weight: Tensor, scheme: Scheme, name: str = "The weight") -> QTensor:

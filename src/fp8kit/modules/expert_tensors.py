@@ -235,6 +235,8 @@ class ExpertTensors(nn.Module):
         held = (k, n) if self.stacks.transposed else (n, k)
         if tuple(weight.shape) != (self.expert_count, *held):
             return  # nn.Module says what does not fit
+        if name in self.originals:
+            self.originals[name].copy_(weight.detach())
         place = weight.device if assign else self.codes(name).device
         q = quantize_stack(weight.detach().to(place), self.scheme, self.stacks.transposed, [])
         state |= stored_entries(q, self.scheme, prefix, name)

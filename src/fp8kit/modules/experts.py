@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import QTensor, Scheme
-from fp8kit.modules import expert_stacks, refusals
+from fp8kit.modules import expert_stacks, layer_options, refusals
 from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.parameters import empty_tensors, frozen
@@ -79,6 +79,8 @@ class Fp8Experts(ExpertTensors):
     ) -> None:
         super().__init__()
         check_activation(activation)
+        layer_options.check_new(hidden_size, intermediate_size, bias, dtype)
+        validation.check_size("num_experts", num_experts)
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.intermediate_size, self.activation = intermediate_size, activation
         first = "gate_up_proj" if activation.gated else "up_proj"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import InvalidType, InvalidValue
+from fp8kit.errors import InvalidValue, check_switch
 from fp8kit.formats import QTensor, Scheme, scale_shape
 from fp8kit.ops import validation
 from fp8kit.ops.operators import RowCodes
@@ -70,14 +70,12 @@ def _checked_scheme(layer: Fp8Linear, value: Any) -> Scheme:
     return scheme
 
 
-def check_switch(name: str, value: object) -> None:
-    """Raise a ``TypeError`` for what is neither ``True`` nor ``False``, such as a scheme."""
-    if not isinstance(value, bool):
-        raise InvalidType(
-            f"Got {name}={value!r:.80}.",
-            "It is True or False.",
-            "Pass one of these, and other arguments by name, such as scheme='FP8_BLOCK'.",
-        )
+def check_new(in_features: object, out_features: object, bias: object, dtype: object) -> None:
+    """Refuse arguments of a new layer; raises ``TypeError`` or ``ValueError``."""
+    check_switch("bias", bias)
+    validation.check_size("in_features", in_features)
+    validation.check_size("out_features", out_features)
+    validation.check_precision(dtype)
 
 
 def options_of(layer: Fp8Linear) -> Options:

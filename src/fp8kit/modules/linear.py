@@ -20,13 +20,9 @@ from fp8kit.formats import (
 )
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import dense, layer_options, refusals
-from fp8kit.modules.entries import (
-    follow_original,
-    quantize_weight,
-    quantized_entries,
-    stored_tensors,
-)
+from fp8kit.modules.entries import quantize_weight, quantized_entries, stored_tensors
 from fp8kit.modules.guarded_weight import guarded, taken
+from fp8kit.modules.kept_weight import follow_original, made_of_original
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.parameters import (
     apply_without_casts,
@@ -103,7 +99,7 @@ class Fp8Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        layer_options.check_switch("bias", bias)
+        layer_options.check_new(in_features, out_features, bias, dtype)
         nn.Module.__init__(self)
         tell_libraries()
         self.in_features, self.out_features = in_features, out_features
@@ -378,7 +374,8 @@ class Fp8Linear(nn.Linear):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Linear:
         """Copy the layer, and of its siblings none that is not copied with it."""
-        twin: Fp8Linear = deepcopied(self, memo)
+        follow_original(self)
+        twin: Fp8Linear = made_of_original(deepcopied(self, memo))
         if twin.shared is not None:
             twin._join_again(twin.shared, self._index())
         return twin
@@ -394,10 +391,10 @@ class Fp8Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """Show codes as bytes: plain pickle has no storage type for FP8."""
-        state = dict(self.__dict__)
+        follow_original(self)
+        state = {n: v for n, v in vars(self).items() if n not in ("replays", "_options")}
         state["shared"] = self.shared and (self.shared, self._index())
         state["_parameters"] = as_bytes(self._parameters)
-        del state["replays"], state["_options"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -406,9 +403,8 @@ class Fp8Linear(nn.Linear):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.__dict__.pop("_tapes", None)  # of a file from before these had another name
         self.replays, self._options = ReplayCache(), layer_options.options_of(self)
-        weight = self._parameters["weight"]
-        assert weight is not None
-        self._parameters["weight"] = frozen(weight.detach().view(self.scheme.dtype))
+        self._parameters["weight"] = frozen(self.codes.detach().view(self.scheme.dtype))
+        made_of_original(self)
         if isinstance(self.shared, tuple):  # a file from before has the group itself
             self._join_again(*self.shared)
 

@@ -80,9 +80,9 @@ def _weights(layer: Fp8Linear | ExpertTensors) -> dict[str, QTensor]:
 def _take_form(
     layer: Fp8Linear | ExpertTensors, form: Scheme, found: Mapping[str, Rebased], note: str
 ) -> None:
-    for name, weight in found.items():
-        for key, tensor in rebased_tensors(weight, name).items():
-            setattr(layer, key, frozen(tensor))
+    stored = [rebased_tensors(weight, name) for name, weight in found.items()]
+    made = {key: frozen(tensor) for tensors in stored for key, tensor in tensors.items()}
+    layer._parameters.update(made)  # all at once, also where somebody interrupts it
     layer.scheme, layer.form_note = form, note
     if isinstance(layer, Fp8Linear):
         layer.replays = ReplayCache()

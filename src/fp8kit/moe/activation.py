@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp8kit.errors import InvalidValue, check_choice
+from fp8kit.errors import InvalidValue, check_choice, check_number, check_switch
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 
@@ -51,6 +51,10 @@ class Activation:
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, KINDS)
+        check_switch("gated", self.gated)
+        check_switch("interleaved", self.interleaved)
+        check_number("alpha", self.alpha)
+        check_number("up_offset", self.up_offset)
         if self.alpha != 1.0 and self.kind != "silu":
             raise InvalidValue(
                 f"Got alpha={self.alpha} for {self.kind!r}.",
@@ -63,9 +67,10 @@ class Activation:
                 "They say how gate and up are combined.",
                 "Leave them out, or pass gated=True.",
             )
-        if self.limit is not None and not 0 < self.limit < math.inf:
+        number = isinstance(self.limit, int | float)
+        if self.limit is not None and not (number and 0 < self.limit < math.inf):
             raise InvalidValue(
-                f"Got limit={self.limit}.",
+                f"Got limit={self.limit!r:.80}.",
                 "It bounds magnitudes: it is positive and finite.",
                 "Pass None for no bound.",
             )

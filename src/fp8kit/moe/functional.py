@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8kit.errors import check_switch
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.moe import arguments, operators
 from fp8kit.moe.activation import Activation
 from fp8kit.ops.operators import autocast
-from fp8kit.ops.validation import activation_format, check_float
+from fp8kit.ops.validation import activation_format, check_float, check_run
 from fp8kit.runtime.replay_cache import cache_on
 
 _SWIGLU = Activation()
@@ -73,6 +74,8 @@ def experts(
     """
     check_float("x", x)
     arguments.check_kinds(w13, w2, activation)
+    check_switch("router_weight_on_input", router_weight_on_input)
+    check_run(batch_invariant, backend)
     x_group, rounding = activation_format(w13.group, scheme, input_scale13)
     # before the call is looked for: a recording has no casts
     x = autocast(x)
@@ -140,6 +143,7 @@ def grouped_scaled_mm(
         >>> y = fp8kit.grouped_scaled_mm(fp8kit.quantize(x), w_q, offsets)
     """
     arguments.check_grouped(x_q, w_q, offsets, bias, out_dtype)
+    check_run(batch_invariant, backend)
     y: Tensor = torch.ops.fp8kit.grouped_scaled_mm(
         x_q.data, x_q.scale, w_q.data, arguments.stacked_scale(w_q), offsets, bias,
         (x_q.group.rows, x_q.group.cols), (w_q.group.rows, w_q.group.cols),

@@ -14,12 +14,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fp8kit.errors import InvalidType, InvalidValue, check_choice
+from fp8kit.errors import InvalidType, InvalidValue, check_choice, check_number, check_switch
 from fp8kit.moe.choice import CHOOSE, SCORINGS, Formula, scores_of, weights_of
-from fp8kit.ops.validation import check_float, check_operand
+from fp8kit.ops.validation import check_float, check_operand, check_size
 
 _BEST_OF_GROUP = 2
 _INTEGERS = (torch.int32, torch.int64)
+_SMALL_INTEGERS = (torch.uint8, torch.int8, torch.int16)
 
 Custom = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
@@ -70,6 +71,8 @@ def route(
     """
     check_float("logits", logits)
     _check_counts(logits, top_k)
+    check_switch("renormalize", renormalize)
+    check_number("scaling_factor", scaling_factor)
     if custom is not None:
         if (scoring, renormalize, groups, correction_bias) != ("softmax", True, None, None):
             raise InvalidValue(
@@ -106,6 +109,13 @@ def tokens_per_expert(ids: Tensor, experts: int) -> Tensor:
         >>> fp8kit.moe.tokens_per_expert(torch.tensor([[0, 2], [2, -1]]), 3)
         tensor([1, 0, 2])
     """
+    if not isinstance(ids, Tensor) or ids.dtype not in (*_INTEGERS, *_SMALL_INTEGERS):
+        raise InvalidType(
+            f"Got ids={ids!r:.80}.",
+            "Ids of experts are a tensor of integers.",
+            "Pass ids first, as fp8kit.moe.route gives them.",
+        )
+    check_size("experts", experts)
     flat = ids.reshape(-1).long()
     found = torch.where((flat >= 0) & (flat < experts), flat, experts)
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)

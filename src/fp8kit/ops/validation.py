@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8kit.errors import InvalidType, InvalidValue, check_choice, did_you_mean, teach
+from fp8kit.errors import InvalidType, InvalidValue, check_choice, check_switch, did_you_mean
 from fp8kit.formats import (
     BLOCK,
     FLOATS,
@@ -127,7 +128,14 @@ def check_tensor(name: str, x: object) -> None:
             "It is a bfloat16, float16 or float32 tensor, which is quantized here.",
             "Pass a torch.Tensor; fp8kit.scaled_mm multiplies what is quantized already.",
         )
-    if x.layout not in (torch.strided, torch.jagged):
+    if x.is_nested:
+        raise InvalidType(
+            f"Got {name} as a nested tensor.",
+            "Rows of one dense tensor are quantized.",
+            f"Pass {name}.values(), and put the result together by "
+            f"torch.nested.nested_tensor_from_jagged(y, {name}.offsets()).",
+        )
+    if x.layout != torch.strided:
         raise InvalidType(
             f"Got {name} in the layout {x.layout}.",
             "Rows of dense tensors are quantized.",
@@ -149,13 +157,6 @@ def check_float(name: str, x: Tensor) -> None:
 def check_layer_input(x: Tensor, codes: torch.dtype) -> None:
     """Refuse what a layer cannot quantize: as ``check_float``, and what code around it caused."""
     check_tensor("x", x)
-    if x.is_nested:
-        raise InvalidType(
-            "Got x as a nested tensor.",
-            "Rows of one dense tensor are quantized.",
-            "Call the layer with x.values(), and put the result together by "
-            "torch.nested.nested_tensor_from_jagged(y, x.offsets()).",
-        )
     if x.dtype == codes:
         raise InvalidType(
             f"Got x of dtype {x.dtype} and shape {tuple(x.shape)}, codes without scales.",
@@ -168,12 +169,38 @@ def check_layer_input(x: Tensor, codes: torch.dtype) -> None:
 
 def check_out_dtype(dtype: torch.dtype) -> None:
     """Refuse a result dtype that is not bf16, fp16 or fp32."""
-    if dtype not in FLOATS:
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
         raise InvalidType(
-            f"Got {dtype} as the dtype of the result.",
+            f"Got {dtype!r:.80} as the dtype of the result.",
             "Results are bfloat16, float16 or float32.",
             "Pass one of these.",
         )
+
+
+def check_size(name: str, value: object) -> None:
+    """Refuse a side of a layer that is no whole number, or a negative one."""
+    if not isinstance(value, torch.SymInt | numbers.Integral) or value < 0:
+        raise InvalidValue(
+            f"Got {name}={value!r:.80}.",
+            "It is a whole number, 0 or more.",
+            "Pass an int.",
+        )
+
+
+def check_precision(dtype: object) -> None:
+    """Refuse what is no high precision of a layer or a model; ``None`` is the default one."""
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        if dtype is None or dtype.itemsize > 1:
+            return
+        remedy = "Choose FP8 by its scheme, such as scheme='FP8_DYNAMIC'."
+    else:
+        remedy = "Pass torch.bfloat16, or leave it out for that of the checkpoint."
+    kind = InvalidValue if isinstance(dtype, torch.dtype) else InvalidType
+    raise kind(
+        f"Got dtype={dtype!r:.80}.",
+        "It is the high precision of the model: bfloat16, float16 or float32.",
+        remedy,
+    )
 
 
 def check_rounding(rounding: str | None, group: GroupShape) -> str:
@@ -284,18 +311,29 @@ def check_codes(name: str, dtype: torch.dtype, scheme: Scheme) -> None:
         )
 
 
+def check_run(batch_invariant: bool, backend: object = None) -> None:
+    """Refuse what says in no known way how a product is computed."""
+    check_switch("batch_invariant", batch_invariant)
+    if backend is not None and not isinstance(backend, str):
+        raise InvalidType(
+            f"Got backend={backend!r:.80}.",
+            "A backend is named by a word, such as 'dequantized'.",
+            "Leave it out for the fastest that fits.",
+        )
+
+
 def check_row_counts(m: object) -> tuple[int, ...]:
     """Refuse row counts that are not one positive integer or several, and list them."""
-    rows = tuple(m) if isinstance(m, Iterable) and not isinstance(m, str) else (m,)
-    integers = all(isinstance(row, numbers.Integral) for row in rows)
+    one = not isinstance(m, Iterable) or isinstance(m, str | bytes | Tensor)
+    rows: tuple[Any, ...] = (m,) if one else tuple(m)  # type: ignore[arg-type]
+    integers = all(isinstance(r, numbers.Integral) and not isinstance(r, bool) for r in rows)
     if not integers or min(rows, default=0) < 1:
-        said = teach(
-            f"Got m={m!r}.",
+        raise (InvalidValue if integers else InvalidType)(
+            f"Got m={m!r:.80}.",
             "Row counts are positive integers: tokens in a call.",
             "Pass m=[1, 4096] for decode and prefill, for example.",
         )
-        raise ValueError(said) if integers else TypeError(said)
-    return rows
+    return tuple(map(int, rows))
 
 
 def check_operands(x: Tensor, w: Tensor, bias: Tensor | None, accum: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit.errors import InvalidType, InvalidValue
+from fp8kit.errors import InvalidType, InvalidValue, check_switch
 from fp8kit.modules.diffusers_producers import FusedAdaptiveNorm, FusedFeedForward
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.fused_producers import FusedActivation, FusedGatedMlp, FusedNorm, Producer
@@ -87,6 +87,7 @@ def warmup(
             "Convert or load the model onto its device first.",
         )
     m = check_row_counts(m)
+    check_switch("tune", tune)
     if tune:
         tune_layers(layers, m, timer)
     with torch.no_grad():

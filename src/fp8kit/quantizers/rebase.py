@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8kit.errors import InvalidValue
-from fp8kit.formats import MX, ROW, TENSOR, GroupShape, QTensor, scale_shape
+from fp8kit.formats import MX, ROW, TENSOR, GroupShape, QTensor, check_group, scale_shape
 
 LARGEST_CHANGE = 1e-4  # of a weight that is held rebased
 _LARGEST, _SMALLEST_STEP = 448.0, 2.0**-9
@@ -149,6 +149,7 @@ def _check(q: QTensor, group: GroupShape) -> None:
             "E8M0 scales of 32 e4m3fn codes are rebased.",
             "Quantize with group=fp8kit.MX, or leave other weights as they are.",
         )
+    check_group(group)
     if group.cols != -1 and group.cols % MX.cols:
         raise InvalidValue(
             f"Got {group} as the new groups.",

@@ -196,6 +196,13 @@ def test_what_cannot_be_honoured_is_refused(config: dict[str, Any], message: str
         read(config, "scales" if config.get("expert_dtype") is None else "weight_scale_inv")
 
 
+@pytest.mark.parametrize("config", [{}, {"quantization_config": {"group_size": 64, "bits": 4}}])
+def test_packed_weights_of_mlx_are_refused_by_name(config: dict[str, Any]) -> None:
+    kinds = {"x.weight": (torch.uint32, (8, 8)), "x.scales": (torch.bfloat16, (8, 1))}
+    with pytest.raises(CheckpointError, match=r"x\.weight is torch\.uint32.* so MLX packs"):
+        detect(Source(config, kinds))
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [

@@ -7,6 +7,8 @@ beside a weight when it is written (``suffixes``). Everything else in the packag
 
 from __future__ import annotations
 
+import torch
+
 from fp8kit.checkpoint.dialects.autofp8 import AUTOFP8 as AUTOFP8
 from fp8kit.checkpoint.dialects.bare import BARE
 from fp8kit.checkpoint.dialects.base import Announcement as Announcement
@@ -62,6 +64,13 @@ def detect(source: Source) -> Dialect | None:
         raise CheckpointError(
             "The checkpoint was written by quanto, as its tensors or quanto_qmap.json say.",
             "Its scales and packed weights have no dialect that is read here.",
+            "Start from the high-precision checkpoint that it was made of.",
+        )
+    packed = [n for n, (kind, _) in source.kinds.items() if kind == torch.uint32]
+    if packed and source.has(".scales"):
+        raise CheckpointError(
+            f"{packed[0]} is torch.uint32, and scales lie beside it: so MLX packs weights.",
+            "They have no dialect that is read here.",
             "Start from the high-precision checkpoint that it was made of.",
         )
     found = source.quantization

@@ -17,7 +17,7 @@ from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.storage.layout import Layout, Shard, index_of
 from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.checkpoint.storage.refusals import check_name, pointer, unwritable
-from fp8kit.errors import CheckpointError, as_path
+from fp8kit.errors import CheckpointError, as_path, check_switch
 
 # what a model needs beside its weights and config.json, copied from its source directory
 SIDE_FILES = (
@@ -81,6 +81,7 @@ def check_destination(destination: Path, source: Path | None, overwrite: bool) -
     Raises ``CheckpointError`` if the destination is or lies inside a file, is or holds the source
     or a file that the source links to, lies inside the source, or is not empty and not replaceable.
     """
+    check_switch("overwrite", overwrite)
     check_name(destination)
     check_name(staging_folder(destination, "00000000"))
     where = ""

@@ -99,7 +99,7 @@ def _telling(file: str, folder: Path | None = None, what: str = "") -> Iterator[
         if isinstance(error, FileNotFoundError) and folder is not None:
             refused = CheckpointError(
                 f"{file} is missing in {folder}.",
-                "The index names it.",
+                "The index, or a link, names it.",
                 "Complete the download or the copy.",
             )
         elif isinstance(error, OSError) and error.errno in _NOT_THE_FILE:

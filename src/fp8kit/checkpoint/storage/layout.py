@@ -63,7 +63,8 @@ def plan_shards(
                 f"Files hold tensors with printable names, of {', '.join(_NAMES.values())}.",
                 "Rename or cast it, or make it a buffer with persistent=False.",
             )
-    if not isinstance(max_shard_bytes, int | float) or not max_shard_bytes >= 1:
+    number = isinstance(max_shard_bytes, int | float) and not isinstance(max_shard_bytes, bool)
+    if not number or not max_shard_bytes >= 1:
         raise InvalidValue(
             f"Got max_shard_bytes={max_shard_bytes!r}.",
             "It is the size of a file in bytes.",

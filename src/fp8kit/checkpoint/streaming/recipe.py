@@ -10,7 +10,7 @@ import torch
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.schema.targets import dialect_for
 from fp8kit.checkpoint.storage.layout import MAX_SHARD_BYTES
-from fp8kit.errors import InvalidValue
+from fp8kit.errors import InvalidValue, check_switch
 from fp8kit.formats import FLOATS, Scheme
 
 
@@ -46,6 +46,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         scheme = self.resolved
+        check_switch("strict", self.strict)
         if scheme.static:
             raise InvalidValue(
                 f"Scheme {scheme} needs calibration data.",

@@ -1,0 +1,40 @@
+"""A dense weight kept beside the codes: when it changes, the codes are made again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fp8kit.modules.entries import quantize_weight, stored_tensors
+from fp8kit.runtime.weight_hazards import version
+
+if TYPE_CHECKING:
+    from fp8kit.modules.linear import Fp8Linear
+
+
+def follow_original(layer: Fp8Linear) -> None:
+    """Quantize a dense weight that was kept, if it was changed or replaced since."""
+    if torch.compiler.is_compiling():
+        return
+    original = layer.original_weight
+    if original is None:
+        return
+    seen = layer._quantized_from  # not in a file of an earlier version
+    if seen is not None and seen[0] is original and seen[1] == version(original):
+        return
+    with torch.no_grad():
+        q = quantize_weight(original.to(layer.codes.device), layer.scheme)
+        for name, tensor in stored_tensors(q, layer.scheme, layer=layer.qualified_name).items():
+            getattr(layer, "codes" if name == "weight" else name).copy_(tensor)
+    layer.keep(original)
+
+
+def made_of_original(layer: Fp8Linear) -> Fp8Linear:
+    """Return a copy of a layer that knows its codes to be made of the weight copied with them.
+
+    Made again they may have other bits, as what was kept may have been cast since.
+    """
+    if layer.original_weight is not None:
+        layer.keep(layer.original_weight)
+    return layer
