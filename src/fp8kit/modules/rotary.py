@@ -101,6 +101,8 @@ def _innermost(forward: Any) -> Any:
 
 def _decorated(function: Any) -> Any:
     """Return what a function of a decorator calls, ``None`` if nothing is known to be that."""
+    if hasattr(function, "_torchdynamo_orig_callable"):  # compiled code has names of its own
+        return None
     inner = getattr(function, "__wrapped__", None)
     cells = getattr(function, "__closure__", None) or ()
     return inner if any(_holds(cell, inner) for cell in cells) else None
