@@ -39,13 +39,13 @@ KNOWN = """
     ExaoneMoeTopkRouter FlexOlmoTopKRouter FlintTopKRouter Glm4MoeLiteTopkRouter Glm4MoeTopkRouter
     Glm4vMoeTextTopkRouter Glm5NextTextTopkRouter GlmMoeDsaTopkRouter GptOssTopKRouter
     GraniteMoeHybridTopKRouter GraniteMoeSWATopKRouter GraniteMoeSharedTopKRouter
-    GraniteMoeTopKRouter HYV3TopKRouter HYV4TopkRouter JambaTopKRouter KimiLinearTopkRouter
-    LagunaTopKRouter MellumTopKRouter MiMoV2FlashTopkRouter MiniMaxM2TopKRouter
-    MiniMaxM3VLTopKRouter MiniMaxTopKRouter MistralLarge4TextTopkRouter MixtralTopKRouter
-    NemotronHTopkRouter OlmoeTopKRouter Qwen2MoeTopKRouter Qwen3MoeTopKRouter Qwen3NextTopKRouter
-    Qwen3OmniMoeTalkerTextTopKRouter Qwen3OmniMoeTextTopKRouter Qwen3OmniMoeThinkerTextTopKRouter
-    Qwen3VLMoeTextTopKRouter Qwen3_5MoeTopKRouter Qwen4ExpTextTopKRouter SolarOpenTopkRouter
-    Step3p7TopKRouter UnlimitedOcrTextTopkRouter
+    GraniteMoeTopKRouter HYV3TopKRouter HYV4TopkRouter HYV4VLTopkRouter JambaTopKRouter
+    KimiLinearTopkRouter LagunaTopKRouter LaraMiniTopKRouter MellumTopKRouter MiMoV2FlashTopkRouter
+    MiniMaxM2TopKRouter MiniMaxM3VLTopKRouter MiniMaxTopKRouter MistralLarge4TextTopkRouter
+    MixtralTopKRouter NemotronHTopkRouter OlmoeTopKRouter Qwen2MoeTopKRouter Qwen3MoeTopKRouter
+    Qwen3NextTopKRouter Qwen3OmniMoeTalkerTextTopKRouter Qwen3OmniMoeTextTopKRouter
+    Qwen3OmniMoeThinkerTextTopKRouter Qwen3VLMoeTextTopKRouter Qwen3_5MoeTopKRouter
+    Qwen4ExpTextTopKRouter SolarOpenTopkRouter Step3p7TopKRouter UnlimitedOcrTextTopkRouter
 """.split()
 # they return something else, hold more than a weight and a bias, or round each step to 16 bits
 UNKNOWN = """
@@ -109,10 +109,11 @@ def known_routers() -> list[str]:
 
 
 def test_the_known_routers_of_transformers() -> None:
-    found = known_routers()
-    assert sorted(found) == sorted(KNOWN)
+    found, there = known_routers(), router_classes().keys()
+    assert sorted(found) == sorted(set(KNOWN) & there)  # earlier versions have fewer
+    assert len(found) > 50
     assert not set(found) & set(UNKNOWN)
-    assert set(UNKNOWN) <= set(router_classes())
+    assert len(there & set(UNKNOWN)) > 10
 
 
 @pytest.mark.parametrize(
