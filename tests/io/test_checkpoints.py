@@ -695,6 +695,8 @@ def test_workers(faked_cuda: Callable[..., None]) -> None:
         == [torch.device("cpu")] * 2 + [torch.device("cuda", 1)] * 2
     )
     assert len(workers_on(["cpu"])) == len(os.sched_getaffinity(0))
+    with pytest.raises(ValueError, match=r"Got 10+ workers\. 1 to 1024"):
+        workers_on(["cpu"], 10**20)
     with pytest.raises(ValueError, match="Got 0 workers"):
         workers_on(["cpu"], 0)
 

@@ -41,6 +41,7 @@ from fp8kit.io.arguments import as_devices
 from fp8kit.io.models import accepted
 
 THREADS_PER_GPU = 8
+_MOST_WORKERS = 1024
 # a bar says nothing of what is done by then, and lines come this often
 QUIET_SECONDS, LINE_SECONDS = 1, 10.0
 _LINE = (
@@ -198,11 +199,13 @@ def workers_on(devices: Sequence[str], count: int | None = None) -> list[torch.d
 
     ``"cuda"`` stands for every GPU there is. By default a device has one thread for each processor
     that this process may use, and a GPU eight, so that reading, computing and writing overlap.
-    Raises ``ValueError`` if ``count`` is not positive, or a device is not here.
+    Raises ``ValueError`` if ``count`` is not from 1 to 1024, or a device is not here.
     """
-    if count is not None and not (isinstance(count, int) and count > 0):
+    if count is not None and not (isinstance(count, int) and 0 < count <= _MOST_WORKERS):
         raise InvalidValue(
-            f"Got {count!r:.80} workers.", "At least one does the work.", "Pass 1 or more."
+            f"Got {count!r:.80} workers.",
+            f"1 to {_MOST_WORKERS} do the work.",
+            "Leave it out for one for each processor.",
         )
     found = []
     for device in as_devices(devices):
