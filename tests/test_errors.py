@@ -213,7 +213,7 @@ CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: fp8kit.load("dir", device=10**30),
          "Got device=1000 ... this machine has ... Pass one of these"),
         (lambda: workers_on(["cpu"], "2"),
-         "Got '2' workers. ... does the work ... Pass 1 or more"),
+         "Got '2' workers. ... 1 to 1024 do the work ... Leave it out"),
         (lambda: fp8kit.quantize_checkpoint("", "dir"),
          "Got an empty path as a checkpoint. ... the path of ... or '.' for"),
         (lambda: fp8kit.quantize_checkpoint(".", ""),
