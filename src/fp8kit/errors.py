@@ -49,7 +49,7 @@ def as_path(value: object, what: str) -> Path:
     if value == "":  # Path takes it for the working directory
         raise InvalidValue(
             f"Got an empty path as {what}.",
-            "It is the path of a directory or a file.",
+            "It must be the path of a directory or a file.",
             "Pass it, such as 'model-fp8', or '.' for the working directory.",
         )
     if isinstance(value, (str, os.PathLike)):
@@ -62,7 +62,7 @@ def as_path(value: object, what: str) -> Path:
         return Path(value)
     raise InvalidType(
         f"Got {value!r:.80} as {what}.",
-        "It is a path: a str or a pathlib.Path.",
+        "It must be a path: a str or a pathlib.Path.",
         "Pass the path of a directory, such as 'model-fp8'.",
     )
 
@@ -75,9 +75,14 @@ def check_choice(
     if value not in words:
         raise InvalidValue(
             f"Got {name}={value!r}.",
-            f"It is one of {', '.join(map(str, words))}.",
+            f"It must be one of {', '.join(map(str, words))}.",
             remedy + did_you_mean(value, words),
         )
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, in the plural unless it is one."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:

@@ -75,7 +75,7 @@ def check_switch(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise InvalidType(
             f"Got {name}={value!r:.80}.",
-            "It is True or False.",
+            "It must be True or False.",
             "Pass one of these, and other arguments by name, such as scheme='FP8_BLOCK'.",
         )
 

@@ -74,7 +74,7 @@ def warmup(
     if not isinstance(model, nn.Module):
         raise InvalidType(
             f"Got a {type(model).__name__} as the model.",
-            "What is warmed up is a module with FP8 layers, on its device.",
+            "warmup takes a module with FP8 layers, on the device where it will run.",
             "Load a checkpoint with fp8kit.load(directory, device='cuda') first.",
         )
     layers = [mod for mod in model.modules() if isinstance(mod, Fp8Linear)]
