@@ -111,11 +111,11 @@ def test_quantize_takes_a_size_of_files(text: str, count: int, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--max-shard-size", "5 apples"), "is no size; write it like 5GB"),
-        (("--max-shard-size", "0"), "is no size"),
-        (("--max-shard-size", "1.2.3GB"), "is no size"),
-        (("--max-shard-size", "0.1"), "is no size"),
-        (("--max-shard-size", "9" * 400), "is no size"),
+        (("--max-shard-size", "5 apples"), "is not a size; write it like 5GB"),
+        (("--max-shard-size", "0"), "is not a size"),
+        (("--max-shard-size", "1.2.3GB"), "is not a size"),
+        (("--max-shard-size", "0.1"), "is not a size"),
+        (("--max-shard-size", "9" * 400), "is not a size"),
         (("--dtype", "int8"), "bfloat16"),
         (("--workers", "0"), "0 is not in the range"),
         (("--device", "cpu", "--device", "tpu"), "Got --device tpu. It must be a device"),
@@ -281,7 +281,7 @@ def test_options_are_named_end_to_end(tmp_path: Path) -> None:
 
 
 def test_explain_refuses_a_negative_row_count(quantized: Path) -> None:
-    assert "row counts are positive" in failure(run("explain", quantized, "-m", -1))
+    assert "row counts must be positive" in failure(run("explain", quantized, "-m", -1))
 
 
 def test_explain_takes_several_row_counts(quantized: Path) -> None:
