@@ -67,7 +67,7 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     Example:
         >>> config = Fp8KitConfig("FP8_DYNAMIC", exclude=["*.ff_context.*"])
         >>> FluxTransformer2DModel.from_pretrained(
-        ...     "dir", quantization_config=config, torch_dtype=torch.bfloat16
+        ...     "dir", quantization_config=config, dtype=torch.bfloat16
         ... )
     """
 
