@@ -66,7 +66,7 @@ class Report:
         model_bytes_before: size of all parameters and buffers before.
         notes: sentences about the whole model.
         groups: names of layers that share one quantized input, in call order.
-        fused: names of norms, activations and feed-forwards that write FP8, once converted.
+        fused: names of norms, activations, routers and others with fused kernels, once converted.
         model: the converted copy of the model, if one was asked for.
 
     Example:
@@ -190,7 +190,7 @@ class Report:
             rows.append((r.name, "x".join(map(str, r.shape)), r.action, size, note))
         notes = list(self.notes)
         if self.fused:
-            notes.append(f"On a GPU {len(self.fused)} modules write FP8: {', '.join(self.fused)}.")
+            notes.append(f"Fused on a GPU, {len(self.fused)} in all: {', '.join(self.fused)}.")
         return "\n".join([table(rows), *notes, self.summary()])
 
 
