@@ -58,9 +58,7 @@ def main() -> None:
 
 def load(source: str | Path, **options: Any) -> Any:
     """Load a pipeline in bf16."""
-    found = diffusers.DiffusionPipeline.from_pretrained(
-        source, torch_dtype=torch.bfloat16, **options
-    )
+    found = diffusers.DiffusionPipeline.from_pretrained(source, dtype=torch.bfloat16, **options)
     found.set_progress_bar_config(disable=True)
     return found.to(DEVICE)
 

@@ -21,6 +21,7 @@ from fp8kit.errors import (
     InvalidType,
     InvalidValue,
     UnsupportedError,
+    counted,
     did_you_mean,
     teach,
 )
@@ -161,12 +162,12 @@ CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
          "Got 'ROW' as the granularity. ... fp8kit.TENSOR, ROW, GROUP128, BLOCK or MX. ... Pass "
          "fp8kit.ROW."),
         (lambda: fp8kit.quantize(X, "FP8_BLOCK"),
-         "Got 'FP8_BLOCK' as the granularity. ... It is a GroupShape ... "
+         "Got 'FP8_BLOCK' as the granularity. ... It must be a GroupShape ... "
          "fp8kit.GroupShape(rows, cols)"),
         (lambda: silu_mul_quantize(X, X, group="mx"),
-         "Got 'mx' as the granularity. ... It is a GroupShape ... Pass fp8kit.MX."),
+         "Got 'mx' as the granularity. ... It must be a GroupShape ... Pass fp8kit.MX."),
         (lambda: formats.QTensor(Q.data, Q.scale, "row"),
-         "Got 'row' as the granularity. ... It is a GroupShape ... Pass fp8kit.ROW."),
+         "Got 'row' as the granularity. ... It must be a GroupShape ... Pass fp8kit.ROW."),
         (lambda: fp8kit.quantize([[1.0, 2.0]]),
          "Got x of type list. ... bfloat16, float16 or float32 tensor ... Pass a torch.Tensor"),
         (lambda: fp8kit.quantize(X, fp8kit.TENSOR, scale=0.1),
@@ -182,7 +183,7 @@ CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
          "Got a scale of type float. ... torch.float32 tensor of shape (1, 1) ... Pass "
          "torch.full((1, 1), number"),
         (lambda: fp8kit.convert(mlp(), calibrate=X),
-         "Got calibrate of type Tensor. ... a function that runs the model ... Pass "
+         "Got calibrate of type Tensor. ... a function that takes the model ... Pass "
          "calibrate=lambda model: model(batch)."),
         (lambda: fp8kit.convert("model-dir"),
          "Got a model of type str. ... an nn.Module with linear layers ... fp8kit.load"),
@@ -348,7 +349,7 @@ CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
          "The include pattern 'fc9' matches no linear layer. ... The model's linear layers are "
          "0, 1. ... Correct the pattern or remove it"),
         (lambda: fp8kit.plan(nn.Sequential(nn.Linear(8, 8)), strict=True),
-         "strict=True, and 1 layers cannot be converted:\n  0: too small to gain ... must be "
+         "strict=True, and 1 layer cannot be converted:\n  0: too small to gain ... must be "
          "convertible ... Exclude these layers by name"),
         (lambda: fp8kit.convert(mlp().to("meta")),
          "The weights of 0, 1 are on the meta device. ... needs their values ... Load the "
@@ -397,7 +398,7 @@ def test_weight_and_scale_gradients_are_refused_with_a_remedy() -> None:
     layer = fp8kit.Fp8Linear.from_linear(nn.Linear(64, 64))
     layer.weight_scale.requires_grad_(True)
     y = layer(torch.ones(2, 64, requires_grad=True)).sum()
-    with pytest.raises(RuntimeError, match=r"A gradient to an FP8 weight .* train an adapter"):
+    with pytest.raises(RuntimeError, match=r"A gradient for an FP8 weight .* train an adapter"):
         y.backward()
 
 
@@ -442,6 +443,10 @@ def test_a_mistyped_name_is_answered_with_the_closest() -> None:
     assert did_you_mean("fp8_dynamc", ["FP8", "FP8_DYNAMIC"]) == " Did you mean 'FP8_DYNAMIC'?"
     assert did_you_mean("marlin", ["FP8", "FP8_DYNAMIC"]) == ""
     assert did_you_mean("x", []) == ""
+
+
+def test_a_count_agrees_with_its_noun() -> None:
+    assert [counted(n, "file") for n in (0, 1, 2)] == ["0 files", "1 file", "2 files"]
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,7 @@ def test_gradient_to_weight_or_scale_is_refused(which: str) -> None:
     x = torch.randn(2, 200, requires_grad=True)
     q = fp8kit.QTensor(data, w_scale, TENSOR)
     y = fp8kit.linear(x, q, scheme="FP8", input_scale=scale)
-    with pytest.raises(RuntimeError, match="A gradient to an FP8 weight or to a scale"):
+    with pytest.raises(RuntimeError, match="A gradient for an FP8 weight or a scale"):
         y.sum().backward()
 
 

@@ -50,7 +50,7 @@ def as_path(value: object, what: str) -> Path:
     if isinstance(value, str) and not value:  # Path takes it for the working directory
         raise InvalidValue(
             f"Got an empty path as {what}.",
-            "It is the path of a directory or a file.",
+            "It must be the path of a directory or a file.",
             "Pass it, such as 'model-fp8', or '.' for the working directory.",
         )
     value = os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -64,7 +64,7 @@ def as_path(value: object, what: str) -> Path:
         return Path(value)
     raise InvalidType(
         f"Got {value!r:.80} as {what}.",
-        "It is a path: a str or a pathlib.Path.",
+        "It must be a path: a str or a pathlib.Path.",
         "Pass the path of a directory, such as 'model-fp8'.",
     )
 
@@ -77,7 +77,7 @@ def check_choice(
     if not isinstance(value, str) or value not in words:
         raise InvalidValue(
             f"Got {name}={value!r}.",
-            f"It is one of {', '.join(map(str, words))}.",
+            f"It must be one of {', '.join(map(str, words))}.",
             remedy + did_you_mean(value, words),
         )
 
@@ -87,7 +87,7 @@ def check_switch(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise InvalidType(
             f"Got {name}={value!r:.80}.",
-            "It is True or False.",
+            "It must be True or False.",
             "Pass one of these, and other arguments by name, such as scheme='FP8_BLOCK'.",
         )
 
@@ -97,9 +97,14 @@ def check_number(name: str, value: object) -> None:
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise InvalidValue(
             f"Got {name}={value!r:.80}.",
-            "It is a finite number.",
+            "It must be a finite number.",
             "Pass a float.",
         )
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, in the plural unless it is one."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:

@@ -71,7 +71,7 @@ def check_group(group: object) -> None:
         named = isinstance(group, str) and group.upper() in _CONSTANTS
         raise InvalidType(
             f"Got {group!r} as the granularity.",
-            f"It is a GroupShape: fp8kit.{', '.join(_CONSTANTS[:-1])} or {_CONSTANTS[-1]}.",
+            f"It must be a GroupShape: fp8kit.{', '.join(_CONSTANTS[:-1])} or {_CONSTANTS[-1]}.",
             f"Pass fp8kit.{str(group).upper()}."
             if named
             else "Pass one of these, or fp8kit.GroupShape(rows, cols).",

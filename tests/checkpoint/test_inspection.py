@@ -58,7 +58,7 @@ def test_text_and_json(tmp_path: Path) -> None:
     found = inspect(path)
     lines = str(found).splitlines()
     assert lines[0] == f"{path}: compressed-tensors, FP8_DYNAMIC, 9 tensors in 1 file"
-    assert "up     203x129  row     row          float32  0.03" in lines
+    assert "up     203x129  row     row          float32      0.03" in lines
     assert "left in high precision: lm_head" in lines
     assert "The config quantizes the KV cache; only fp8kit.Fp8Cache uses its scales." in lines
     plain = json.loads(json.dumps(found.to_dict()))

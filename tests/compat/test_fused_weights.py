@@ -67,7 +67,7 @@ def test_normalize_to_e4m3fnuz_keeps_every_value() -> None:
     minus_zero = (numbers.view(torch.uint8) == 0x80).nonzero()
     assert not fnuz.view(torch.uint8)[minus_zero].any()
     assert compat.normalize_e4m3fn_to_e4m3fnuz(numbers, scale)[2] is None
-    with pytest.raises(TypeError, match="They are float8_e4m3fn"):
+    with pytest.raises(TypeError, match="They must be float8_e4m3fn"):
         compat.normalize_e4m3fn_to_e4m3fnuz(fnuz, scale)
 
 

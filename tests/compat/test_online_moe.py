@@ -206,5 +206,5 @@ def test_what_does_not_fit_is_told() -> None:
         layer.w2_weight.weight_loader(layer.w2_weight, torch.zeros(1), "", "w4", 0)
     with pytest.raises(ValueError, match="Pass shard_id and expert_id"):
         layer.w2_weight.weight_loader(layer.w2_weight, torch.zeros(1))
-    with pytest.raises(ValueError, match="It is one of silu"):
+    with pytest.raises(ValueError, match="It must be one of silu"):
         new_layer("FP8_TENSOR", activation="tanh")

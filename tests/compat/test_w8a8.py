@@ -161,7 +161,7 @@ def test_dispatch_w8a8_scaled_mm_names_the_product() -> None:
     both = choose("torch", False, False)
     wanted = "torch_per_token" if rowwise else "torch_channelwise"
     assert both is getattr(compat, f"{wanted}_w8a8_scaled_mm")
-    with pytest.raises(ValueError, match="It is 'cutlass', 'flashinfer', 'rocm' or 'torch'"):
+    with pytest.raises(ValueError, match="It must be 'cutlass', 'flashinfer', 'rocm' or 'torch'"):
         choose("cublas", True, True)
 
 

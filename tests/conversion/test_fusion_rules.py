@@ -68,10 +68,10 @@ def test_patterns_of_blocks(pattern: str, names: str, others: str) -> None:
     [
         ({"re:blocks.(": ["norm -> q"]}, r"pattern 're:blocks.\(' is not a regular expression"),
         ({"layers.*": ["norm -> q"]}, r"pattern 'layers.\*' matches no module"),
-        ({"blocks.0": ["norm -> q v"]}, r"blocks.0.v do not exist"),
-        ({"blocks.0": ["norm2 -> q"]}, r"blocks.0.norm2 do not exist"),
-        ({"blocks.0": ["norm -> q conv"]}, r"blocks.0.conv \(Conv1d\) are no linear layers"),
-        ({"blocks.0": ["norm -> q wide"]}, r"blocks.0.q, blocks.0.wide differ in K"),
+        ({"blocks.0": ["norm -> q v"]}, r"do not exist: blocks\.0\.v\."),
+        ({"blocks.0": ["norm2 -> q"]}, r"do not exist: blocks\.0\.norm2\."),
+        ({"blocks.0": ["norm -> q conv"]}, r"are not linear layers: blocks\.0\.conv \(Conv1d\)\."),
+        ({"blocks.0": ["norm -> q wide"]}, r"differ in K: blocks\.0\.q, blocks\.0\.wide\."),
     ],
 )
 def test_rules_that_do_not_fit_the_model(rules: dict[str, list[str]], message: str) -> None:

@@ -162,7 +162,7 @@ def test_an_unmatched_pattern_is_an_error(argument: str) -> None:
 def test_a_string_for_a_list_is_an_error(argument: str) -> None:
     with pytest.raises(TypeError, match="would be read letter by letter"):
         fp8kit.plan(Model(), **{argument: "o_proj"})
-    with pytest.raises(TypeError, match=rf"Got {argument}=0\. It is a list of patterns"):
+    with pytest.raises(TypeError, match=rf"Got {argument}=0\. It must be a list of patterns"):
         fp8kit.plan(Model(), **{argument: 0})
 
 
@@ -314,7 +314,7 @@ def test_obstacles_are_left_alone_by_name(kind: str) -> None:
         fp8kit.convert(one(make()), strict=True)
         return
     before = snapshot(model := one(make()))
-    with pytest.raises(ConversionError, match="strict=True, and 1 layers cannot be converted") as e:
+    with pytest.raises(ConversionError, match="strict=True, and 1 layer cannot be converted") as e:
         fp8kit.convert(model, strict=True)
     assert f"  fc: {reason}" in str(e.value)
     assert snapshot(model) == before
@@ -647,9 +647,10 @@ def test_matrices_outside_linear_layers_are_reported() -> None:
 
     held = {"experts": Experts(), "own": Linear(), "fc": nn.Linear(D, D), "rnn": nn.GRUCell(D, D)}
     report = fp8kit.plan(nn.ModuleDict(held)).report
+    stack = "which is not an nn.Linear; fp8kit.register_experts takes stacks of experts"
     assert reasons(report) == {
-        "experts.w13": "a parameter of Experts, which is not an nn.Linear",
-        "own.w13": f"a parameter of {__name__}.Linear, which is not an nn.Linear",
+        "experts.w13": f"a parameter of Experts, {stack}",
+        "own.w13": f"a parameter of {__name__}.Linear, {stack}",
         "rnn.weight_ih": "a parameter of GRUCell, which is not an nn.Linear",
         "rnn.weight_hh": "a parameter of GRUCell, which is not an nn.Linear",
     }

@@ -28,7 +28,7 @@ def test_sizes_follow_from_the_records() -> None:
 
 def test_summary_is_one_line() -> None:
     assert report().summary() == (
-        "FP8_DYNAMIC: 1 layers converted, 2 skipped; 5.0 MiB -> 4.0 MiB; "
+        "FP8_DYNAMIC: 1 layer converted, 2 skipped; 5.0 MiB -> 4.0 MiB; "
         "60% of the original bytes stay in high precision"
     )
 
@@ -86,7 +86,7 @@ def test_strict_refuses_by_name_what_deserves_attention() -> None:
     with pytest.raises(ConversionError) as error:
         r.refuse_blocked()
     assert str(error.value).startswith(
-        f"strict=True, and 1 layers cannot be converted:\n  odd: {blocked[0].reason}\n"
+        f"strict=True, and 1 layer cannot be converted:\n  odd: {blocked[0].reason}\n"
     )
     r.records.remove(blocked[0])
     r.refuse_blocked()

@@ -343,9 +343,9 @@ def test_the_choice_tells_times_and_why_the_others_lost(timed_table: dispatch.Ba
     times = (("first", 2.0), ("second:wide", 1.0), ("bf16", 3.0))
     choice = choose.__wrapped__(timed_table, Timed(times))
     assert str(choice).splitlines()[1:] == [
-        "  second        chosen (wide), 1.0 µs, bf16 3.0 µs (measured at m=16)",
-        "  first         declined: 2.0 µs, slower than second",
-        "  third         declined: not measured, and after second in the order",
+        "  second         chosen (wide), 1.0 µs, bf16 3.0 µs (measured at m=16)",
+        "  first          declined: 2.0 µs, slower than second",
+        "  third          declined: not measured, and after second in the order",
     ]
 
 
@@ -552,8 +552,8 @@ def test_choice_prints_the_decision_and_the_reasons() -> None:
     assert lines[0] == (
         "[M<=16, K=4096] per 1x128 @ [N=4096, K] per 128x128 -> bfloat16 + bias, precise, on cpu"
     )
-    assert lines[1] == "  dequantized   chosen"
-    assert "  torch_native  declined: runs on cuda, not on cpu" in lines
+    assert lines[1] == "  dequantized    chosen"
+    assert "  torch_native   declined: runs on cuda, not on cpu" in lines
     nothing = choose((("k", PATH, ("cuda",)),), Toy())
     assert "nothing fits" in str(nothing)
 

@@ -199,7 +199,7 @@ BF16 = torch.bfloat16
         (
             lambda: fused.layer_norm_quantize(X, rounding="no"),
             ValueError,
-            "It is one of stepwise, once",
+            "It must be one of stepwise, once",
         ),
     ],
 )

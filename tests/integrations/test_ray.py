@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import fresh
 from checkpoint_samples import NANO, all_bytes
 from fp8kit.checkpoint.streaming import journal
 from fp8kit.errors import CheckpointError, ConversionError
@@ -46,6 +47,26 @@ def test_the_same_bytes(cluster: None, wanted: dict[str, bytes], tmp_path: Path)
     assert all_bytes(tmp_path / "out") == wanted
     assert os.listdir(tmp_path) == ["out"]
     assert ray.is_initialized()  # a cluster that was there stays
+
+
+def test_a_cluster_that_does_not_run(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    code = f"""
+import ray
+from fp8kit.io.checkpoints import quantize_checkpoint, ray_runner
+
+def refused(**options):
+    raise ConnectionError("specify the one to connect to by setting `--address`")
+
+ray.init = refused
+try:
+    quantize_checkpoint({str(NANO)!r}, {out!r}, "FP8_DYNAMIC", runner=ray_runner("auto"))
+except ValueError as error:
+    print(error)
+"""
+    said = fresh.run(code).stdout
+    assert "no Ray cluster at 'auto'" in said
+    assert "ray start --head" in said
 
 
 def test_lost_workers(cluster: None, wanted: dict[str, bytes], tmp_path: Path) -> None:

@@ -186,6 +186,14 @@ def test_another_config_for_what_is_quantized_is_refused(model: Any, tmp_path: P
         on_the_fly(tmp_path, config=config, quantization_config=None)
 
 
+def test_the_config_of_diffusers_is_refused() -> None:
+    pytest.importorskip("diffusers")
+    from fp8kit.integrations.diffusers import Fp8KitConfig
+
+    with pytest.raises(TypeError, match=r"diffusers\.Fp8KitConfig.*Import it from fp8kit\."):
+        on_the_fly(quantization_config=Fp8KitConfig())
+
+
 @pytest.mark.parametrize("cast", ["half", "float"])
 def test_casts_of_a_quantized_model_are_refused(cast: str, model: Any) -> None:
     with pytest.raises(ValueError, match="quantized"):

@@ -20,7 +20,7 @@ ABSENT = "cuda:99"
     "device", [ABSENT, "meta", "gpu", "hpu", "xpu:9", True, 99, [1], torch.device(ABSENT)]
 )
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path, device: Any) -> None:
-    with pytest.raises(InvalidValue, match=r"Got device=.*one that this machine has and that hol"):
+    with pytest.raises(InvalidValue, match=r"Got device=.*a device of this machine that can hold"):
         fp8kit.load(tmp_path / "nowhere", device=device)
     model = nn.Sequential(nn.Linear(128, 128))
     with pytest.raises(InvalidValue, match="Got device="):
@@ -31,7 +31,7 @@ def test_a_device_that_is_not_there_is_refused(tmp_path: Path, device: Any) -> N
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.int8, bool, 16, torch.float8_e4m3fn, [1]])
 def test_a_dtype_that_is_no_high_precision_is_refused(tmp_path: Path, dtype: Any) -> None:
     kind = InvalidValue if isinstance(dtype, torch.dtype) else InvalidType
-    with pytest.raises(kind, match=r"It is the high precision of the model: bfloat16"):
+    with pytest.raises(kind, match=r"It must be the high precision of the model: bfloat16"):
         fp8kit.load(tmp_path / "nowhere", dtype=dtype)
 
 
@@ -62,7 +62,7 @@ def test_devices_of_workers_are_a_list(tmp_path: Path, devices: Any) -> None:
 def test_a_target_that_is_no_word_is_refused(tmp_path: Path, target: Any) -> None:
     model = nn.Sequential(nn.Linear(128, 128))
     fp8kit.convert(model, exclude=[])
-    with pytest.raises(InvalidValue, match="It is one of vllm"):
+    with pytest.raises(InvalidValue, match="It must be one of vllm"):
         fp8kit.save(model, tmp_path / "out", target=target)
 
 

@@ -591,7 +591,7 @@ def test_a_source_that_shrinks_meanwhile(tmp_path: Path, disk: Disk) -> None:
     [
         ({"scheme": "FP8"}, ValueError, "calibration data.*weights alone.*calibrate="),
         ({"scheme": "FP9"}, ValueError, "Known schemes"),
-        ({"target": "tensorrt"}, ValueError, "It is one of vllm"),
+        ({"target": "tensorrt"}, ValueError, "It must be one of vllm"),
         ({"dtype": torch.int8}, ValueError, "Got dtype torch.int8"),
         ({"exclude": ["nothing"]}, ConversionError, "matches no linear layer"),
         ({"include": ["*.norm"]}, ConversionError, "matches no linear layer"),

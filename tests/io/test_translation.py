@@ -385,8 +385,8 @@ def test_what_is_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"unfit": "drop"}, "It is one of refuse, dequantize"),
-        ({"target": "tgi"}, "It is one of vllm, sglang"),
+        ({"unfit": "drop"}, "It must be one of refuse, dequantize"),
+        ({"target": "tgi"}, "It must be one of vllm, sglang"),
         ({"dialect": "modelopt"}, "which are written"),
     ],
 )

@@ -239,7 +239,7 @@ def test_what_does_not_fit_is_refused() -> None:
         fp8kit.Fp8Experts.from_quantized(dense.w13, dense.w2, activation="gelu")  # type: ignore
     layer = make()[1]
     for placement in (torch.ones(2), torch.tensor(3)):
-        with pytest.raises(TypeError, match=r"placement of torch.* It is a vector of ids"):
+        with pytest.raises(TypeError, match=r"placement of torch.* It must be a vector of ids"):
             layer.place(placement)
     layer.shared = 9
     with pytest.raises(ValueError, match=r"layer\.shared=9. The last layer\.shared of 5 experts"):

@@ -107,5 +107,5 @@ def gloo(tmp_path: Path) -> Any:
 @pytest.mark.usefixtures("gloo")
 def test_tensor_parallel_styles_are_refused() -> None:
     mesh = init_device_mesh("cpu", (1,))
-    with pytest.raises(UnsupportedError, match=r"Tensor parallelism of torch was asked for 0 "):
+    with pytest.raises(UnsupportedError, match=r"tensor parallelism was requested for 0 "):
         parallelize_module(model_of(), mesh, {"0": ColwiseParallel()})

@@ -286,7 +286,7 @@ def wrong_arguments() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
     return {
         "x": ({"x": tensor(2, 3, 64)}, ValueError, "Flatten the tokens"),
         "w13": ({"w13": fp8kit.quantize(tensor(4, 64, 128))}, ValueError, "Check the orientation"),
-        "codes": ({"w2": tensor(4, 64, 128)}, TypeError, "It is a QTensor"),
+        "codes": ({"w2": tensor(4, 64, 128)}, TypeError, "It must be a QTensor"),
         "groups": (
             {"w2": fp8kit.quantize(tensor(4, 64, 128), fp8kit.TENSOR)},
             ValueError,
@@ -294,7 +294,7 @@ def wrong_arguments() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
         ),
         "ids": ({"ids": tensor(6, 3)}, TypeError, "Ids are int32 or int64"),
         "weights": ({"weights": tensor(6, 2)}, ValueError, "Both have the shape"),
-        "map": ({"expert_map": tensor(4)}, ValueError, "It is int32 or int64"),
+        "map": ({"expert_map": tensor(4)}, ValueError, "It must be int32 or int64"),
         "list": ({"expert_map": [0, 1]}, TypeError, "Got an expert_map of type list"),
         "activation": ({"activation": "silu"}, TypeError, "moe.Activation"),
         "bias": ({"bias13": tensor(4, 128)}, ValueError, r"needs \(4, 256\)"),

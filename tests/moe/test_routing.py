@@ -127,7 +127,7 @@ def test_the_router_gets_gradients() -> None:
     [
         ({"top_k": 0}, "1 to E experts"),
         ({"top_k": 9}, "1 to E experts"),
-        ({"scoring": "relu"}, "It is one of softmax, sigmoid"),
+        ({"scoring": "relu"}, "It must be one of softmax, sigmoid"),
         ({"groups": 3, "top_groups": 1}, "divide the experts evenly"),
         ({"groups": 4.0, "top_groups": 1}, "divide the experts evenly"),
         ({"groups": 4}, "come together"),

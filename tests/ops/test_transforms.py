@@ -60,5 +60,5 @@ def test_what_has_no_derivative_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="forward-mode"):
         jvp(model, (x,), (x,))
     state = {n: p.detach() for n, p in model.named_parameters()}
-    with pytest.raises(RuntimeError, match="A gradient to an FP8 weight"):
+    with pytest.raises(RuntimeError, match="A gradient for an FP8 weight"):
         grad(lambda s: loss(functional_call(model, s, (x,))))(state)

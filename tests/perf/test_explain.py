@@ -41,8 +41,8 @@ def test_text_names_layers_backend_and_every_reason_before_it() -> None:
     blocks = text.split("\n\n")
     assert blocks[0].startswith("0 and 2 more\n[M<=16, K=128] per row @ [N=128, K] per row")
     assert blocks[1].startswith("3\n")
-    assert "dequantized   chosen" in blocks[0]
-    assert "torch_native  declined: runs on cuda, not on cpu" in blocks[0]
+    assert "dequantized    chosen" in blocks[0]
+    assert "torch_native   declined: runs on cuda, not on cpu" in blocks[0]
 
 
 def test_a_single_layer_has_no_name() -> None:
@@ -122,7 +122,7 @@ def test_the_tile_is_named(
     describe_layers_as(on_hopper)
     config = heuristics.choose(128, 4096, 14336, H200, False)
     text = str(fp8kit.explain(layer))
-    assert f"hopper_gemm   chosen: {config}" in text
+    assert f"hopper_gemm    chosen: {config}" in text
     assert f"tiles of {config.tokens} rows by {config.weights} weights, " in text
     assert fp8kit.explain(layer).to_dict()[0]["cut"] in text
 

@@ -1,4 +1,4 @@
-"""Kernels that are noted, then compiled side by side: nothing runs before they are there."""
+"""Kernels that are collected, then compiled side by side: nothing runs before they are there."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def launch(made: Any) -> None:
 def test_noted_kernels_compile_together_and_launch_later(
     fake: FakeDriver, compiler: Compiler
 ) -> None:
-    with compile_ahead.noting():
+    with compile_ahead.collecting():
         both = [kernel("a"), kernel("b")]
         for made in both:
             launch(made)
@@ -73,7 +73,7 @@ def test_noted_kernels_compile_together_and_launch_later(
     for made in both:
         launch(made)
     assert len(fake.launched) == 2
-    assert compile_ahead.noted() is None
+    assert compile_ahead.collected() is None
 
 
 def test_a_kernel_that_is_there_is_not_launched_either(
@@ -81,14 +81,14 @@ def test_a_kernel_that_is_there_is_not_launched_either(
 ) -> None:
     compiler.barrier = threading.Barrier(1)
     made = kernel("a")
-    with compile_ahead.noting():
+    with compile_ahead.collecting():
         launch(made)
     assert fake.launched == []
 
 
 def test_a_trial_inside_runs(fake: FakeDriver, compiler: Compiler) -> None:
     compiler.barrier = threading.Barrier(1)
-    with compile_ahead.noting(), compile_ahead.running():
+    with compile_ahead.collecting(), compile_ahead.launching():
         launch(kernel("a"))
     assert len(fake.launched) == 1
 
@@ -97,7 +97,7 @@ def test_a_source_that_fails_is_told_of_now_and_at_each_launch(
     fake: FakeDriver, compiler: Compiler
 ) -> None:
     compiler.barrier, compiler.fails = threading.Barrier(1), "b"
-    with pytest.raises(RuntimeError, match="does not compile"), compile_ahead.noting():
+    with pytest.raises(RuntimeError, match="does not compile"), compile_ahead.collecting():
         made = kernel("b")
     with pytest.raises(RuntimeError, match="does not compile"):
         launch(made)
@@ -106,7 +106,7 @@ def test_a_source_that_fails_is_told_of_now_and_at_each_launch(
 
 def test_other_threads_launch_what_one_has_noted(fake: FakeDriver, compiler: Compiler) -> None:
     compiler.barrier = threading.Barrier(1)
-    with compile_ahead.noting():
+    with compile_ahead.collecting():
         made = kernel("a")
         other = threading.Thread(target=launch, args=(made,))
         other.start()
@@ -121,7 +121,7 @@ def test_noted_calls_leave_neither_recordings_nor_marks(monkeypatch: pytest.Monk
     recorded_calls.record_on_cpu(monkeypatch)
     cache, x, weight = ReplayCache(), torch.ones(4), torch.ones(4)
     operator = Operator(torch.neg, torch.neg)
-    with compile_ahead.noting():
+    with compile_ahead.collecting():
         for _ in range(3):
             cache.call(operator, (x,), (), ())
         weight_hazards.mark_synchronized(weight)

@@ -132,7 +132,7 @@ def refuse_reserved(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     if names:
         raise CheckpointError(
             f"{type(model).__name__} has {some_of(sorted(names))} of its own.",
-            "In FP8 checkpoints these are names of scales, and readers know no better.",
+            "In FP8 checkpoints these are names of scales, and readers take them for scales.",
             "Rename them in the model.",
         )
 

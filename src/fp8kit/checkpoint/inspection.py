@@ -15,6 +15,7 @@ from fp8kit.checkpoint.storage.directory import side_pointers
 from fp8kit.checkpoint.storage.headers import printable
 from fp8kit.checkpoint.storage.reader import Checkpoint, scan
 from fp8kit.conversion.report import table
+from fp8kit.errors import counted
 from fp8kit.formats import FLOATS
 
 _MIB = 2**20
@@ -82,7 +83,7 @@ class Inspection:
         return asdict(self)
 
     def __str__(self) -> str:
-        rows = [("layer", "weight", "scales", "activations", "stored", "MiB"), *self._rows()]
+        rows = [("layer", "weight", "scales", "activations", "scale dtype", "MiB"), *self._rows()]
         total = sum(self.bytes_by_dtype.values())
         parts = (f"{d} {b / _MIB:.1f} MiB" for d, b in self.bytes_by_dtype.items())
         others = len({layer.scheme for layer in self.layers}) > 1
@@ -91,7 +92,7 @@ class Inspection:
         dense = codes.isdisjoint(self.bytes_by_dtype)
         unknown = "high precision" if dense else "FP8 of no known dialect"
         kind = kind if self.dialect else unknown
-        files = f"{self.shards} file{'' if self.shards == 1 else 's'}"
+        files = counted(self.shards, "file")
         lines = [
             f"{self.path}: {kind}, {self.tensors} tensors in {files}",
             f"{total / _MIB:.1f} MiB: {', '.join(parts)}",

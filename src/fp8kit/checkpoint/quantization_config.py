@@ -116,8 +116,8 @@ def announce(
             f"The model holds FP8 layers that compute in {' and '.join(dtypes)}."
             if every
             else "The model holds no FP8 layers.",
-            "An FP8 checkpoint has FP8 layers, and one high precision.",
-            "Cast the model to one dtype, or use its own way of saving if it has no FP8.",
+            "An FP8 checkpoint has FP8 layers, all with one compute dtype.",
+            "Cast the model to one dtype." if every else "Call fp8kit.convert(model) first.",
         )
     exporting.refuse_adapters(
         layers,

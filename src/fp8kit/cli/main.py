@@ -84,15 +84,15 @@ _selection = _together(
         metavar="NAME",
         help=f"One of {', '.join(SCHEMES)}.",
     ),
-    click.option("--include", multiple=True, metavar="PATTERN", help="Only these layers."),
+    click.option("--include", multiple=True, metavar="PATTERN", help="Only these; repeatable."),
     click.option(
-        "--exclude", multiple=True, metavar="PATTERN", help="Not these, beside the defaults."
+        "--exclude", multiple=True, metavar="PATTERN", help="Leave these dense too; repeatable."
     ),
-    click.option("--no-default-exclude", is_flag=True, help="Switch the safe defaults off."),
+    click.option("--no-default-exclude", is_flag=True, help="Switch the default exclusions off."),
     click.option("--strict", is_flag=True, help="Fail if a layer cannot be converted."),
 )
 _target = click.option(
-    "--target", default="vllm", show_default=True, help=f"Who loads it: {', '.join(TARGETS)}."
+    "--target", default="vllm", show_default=True, help=f"What will load it: {', '.join(TARGETS)}."
 )
 _device = click.option(
     "--device",
@@ -127,7 +127,7 @@ main.add_command(evaluate)
     multiple=True,
     default=("cpu",),
     show_default=True,
-    help="Where to run: cpu, cuda:N, or cuda for every GPU; may be repeated.",
+    help="Where to run: cpu, cuda:N, or cuda for every GPU; repeatable.",
 )
 @click.option("--workers", type=click.IntRange(1), help="Threads per device.")
 @click.option(
@@ -147,7 +147,7 @@ main.add_command(evaluate)
     is_flag=False,
     flag_value="auto",
     metavar="ADDRESS",
-    help="Spread the files over a Ray cluster; without an address, the one that is found.",
+    help="Spread the files over a running Ray cluster: at ADDRESS, or the one that is found.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
 @_json
@@ -170,7 +170,7 @@ def quantize(
 ) -> None:
     """Quantize the checkpoint SOURCE into the new folder DESTINATION.
 
-    The model is never in memory. Interrupted, the same command continues where it was.
+    The model is never held in memory. After an interruption, the same command continues.
     """
     recipe = fp8kit.Recipe(
         scheme,
@@ -203,14 +203,14 @@ def quantize(
 @main.command("convert-checkpoint")
 @_source
 @click.argument("destination", type=click.Path(), callback=_path)
-@click.option("--target", help=f"Who loads it: {', '.join(TARGETS)}.  [default: vllm]")
+@click.option("--target", help=f"What will load it: {', '.join(TARGETS)}.  [default: vllm]")
 @click.option("--dialect", help="The dialect to write, if not the target's own.")
 @click.option("--scheme", help="What MX weights become, e.g. FP8_DYNAMIC.  [default: they stay MX]")
 @click.option(
     "--unfit",
     default=UNFIT[0],
     show_default=True,
-    help=f"Layers that the target cannot load: {' or '.join(UNFIT)}.",
+    help=f"What to do with layers that the target cannot load: {' or '.join(UNFIT)}.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
 @_json
@@ -255,7 +255,7 @@ def verify(source: Path, result: Path, workers: int | None, as_json: bool) -> No
 @_source
 @_json
 def inspect(source: Path, as_json: bool) -> None:
-    """Tell the dialect, scheme, layers, sizes and damage of the checkpoint SOURCE."""
+    """Show the dialect, scheme, layers, sizes and damage of the checkpoint SOURCE."""
     found = inspect_checkpoint(source)
     _print(found.to_dict() if as_json else str(found), as_json)
     if found.problems:
@@ -270,8 +270,8 @@ def inspect(source: Path, as_json: bool) -> None:
     "-m",
     "--rows",
     callback=_row_counts,
-    help="Tokens in a call, separated by commas: name the layers that bf16 serves faster. Times "
-    "are of powers of two, to which these are rounded up.",
+    help="Row counts (tokens in a call), separated by commas: also name the layers that bf16 runs "
+    "faster. They are rounded up to powers of two, for which times are measured.",
 )
 @_json
 def plan(
@@ -318,7 +318,7 @@ def explain(source: Path, rows: list[int], device: str, as_json: bool) -> None:
 @main.command()
 @_json
 def env(as_json: bool) -> None:
-    """Describe this machine, as a bug report needs it."""
+    """Describe this machine for a bug report."""
     facts = {
         "fp8kit": fp8kit.__version__,
         "python": platform.python_version(),

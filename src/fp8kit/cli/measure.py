@@ -63,11 +63,11 @@ def bench(
     "--text",
     required=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A text file such as the model will read.",
+    help="A file with text of the kind that the model will read.",
 )
-@click.option("--tokens", default=8192, show_default=True, type=click.IntRange(2), help="At most.")
+@click.option("--tokens", default=8192, show_default=True, type=click.IntRange(2), help="Maximum.")
 @click.option(
-    "--length", default=512, show_default=True, type=click.IntRange(2), help="A sequence."
+    "--length", default=512, show_default=True, type=click.IntRange(2), help="Per sequence."
 )
 @click.option("--device", default="cpu", show_default=True, callback=known_device)
 @json_option
@@ -87,8 +87,8 @@ def evaluate(
 @_measured
 @click.option("--scheme", multiple=True, default=("FP8_DYNAMIC",), metavar="NAME", help="Repeat.")
 @click.option("--shipped-shapes", is_flag=True, help="Measure what the tables in the wheel hold.")
-@click.option("--seconds", type=float, help="Start no further shape after this time.")
-@click.option("--output", type=click.Path(path_type=Path), help="Write a table, store nothing.")
+@click.option("--seconds", type=float, help="Start no new shape after this time.")
+@click.option("--output", type=click.Path(path_type=Path), help="Write a table, cache nothing.")
 @json_option
 def tune(
     source: Path | None,

@@ -40,7 +40,7 @@ def byte_count(_: click.Context, __: click.Parameter, text: str) -> int:
     except (ValueError, OverflowError):
         count = 0
     if count < 1:
-        raise click.BadParameter(f"{text!r} is no size; write it like 5GB or 500MB.")
+        raise click.BadParameter(f"{text!r} is not a size; write it like 5GB or 500MB.")
     return count
 
 
@@ -49,15 +49,15 @@ def row_counts(_: click.Context, __: click.Parameter, text: str | None) -> list[
     try:
         rows = None if text is None else [int(word) for word in text.split(",")]
     except ValueError as error:
-        raise click.BadParameter(f"{text!r} is no list of row counts such as 1,64.") from error
+        raise click.BadParameter(f"{text!r} is not a list of row counts such as 1,64.") from error
     if rows is not None and min(rows) < 1:
-        raise click.BadParameter(f"{text!r}: row counts are positive.")
+        raise click.BadParameter(f"{text!r}: row counts must be positive.")
     return rows
 
 
 def rows_option(default: str) -> Callable[[_F], _F]:
     """Return the option ``-m``: row counts to look at, separated by commas."""
-    said = "Tokens in a call, separated by commas."
+    said = "Row counts (tokens in a call), separated by commas."
     return click.option(
         "-m", "--rows", default=default, show_default=True, callback=row_counts, help=said
     )

@@ -89,7 +89,7 @@ def normalize_e4m3fn_to_e4m3fnuz(
     if weight.dtype != torch.float8_e4m3fn:
         raise InvalidType(
             f"Got codes of {weight.dtype}.",
-            "They are float8_e4m3fn, which become float8_e4m3fnuz.",
+            "They must be float8_e4m3fn; they become float8_e4m3fnuz.",
             "Leave codes of e4m3fnuz as they are.",
         )
     one = torch.ones(1, 1, device=weight.device)

@@ -162,7 +162,7 @@ class Mxfp8LinearOp:
         if not isinstance(found, Mxfp8LinearBackend):
             raise InvalidValue(
                 f"Got backend={backend!r}.",
-                f"It is one of {', '.join(map(str, Mxfp8LinearBackend))}.",
+                f"It must be one of {', '.join(map(str, Mxfp8LinearBackend))}.",
                 "Pass one of these, or leave it out.",
             )
         self.backend = found

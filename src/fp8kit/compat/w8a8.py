@@ -277,7 +277,7 @@ def dispatch_w8a8_scaled_mm(
     if given not in (None, False, "torch", "flashinfer", "rocm"):
         raise InvalidValue(
             f"Got preferred_backend={given!r}.",
-            "It is 'cutlass', 'flashinfer', 'rocm' or 'torch'.",
+            "It must be 'cutlass', 'flashinfer', 'rocm' or 'torch'.",
             "Pass one of these words; which kernel runs, fp8kit.explain(layer) says.",
         )
     rocm = given == "rocm" or (not given and torch.version.hip is not None)

@@ -151,14 +151,13 @@ def bypassed(module: nn.Module, name: str, reason: str = "") -> list[Record]:
     """Report big matrices that are not in a linear layer, so that no skip can hide."""
     if isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd)):
         return []
-    reason = reason or _bypass(module)
     return [
         Record(
             f"{name}.{p_name}" if name else p_name,
             type(module).__name__,
             tuple(p.shape),
             "skip",
-            reason,
+            reason or _bypass(module, p.dim()),
             held_bytes([p]),
             held_bytes([p]),
         )
@@ -167,13 +166,14 @@ def bypassed(module: nn.Module, name: str, reason: str = "") -> list[Record]:
     ]
 
 
-def _bypass(module: nn.Module) -> str:
+def _bypass(module: nn.Module, dimensions: int) -> str:
     if isinstance(module, nn.MultiheadAttention):
         return "nn.MultiheadAttention holds its projections in one parameter and multiplies itself"
     name = type(module).__name__
     if not isinstance(module, getattr(nn, name, object)):  # a Linear of a library's own
         name = f"{type(module).__module__}.{name}"
-    return f"a parameter of {name}, which is not an nn.Linear"
+    hint = "; fp8kit.register_experts takes stacks of experts" if dimensions == 3 else ""
+    return f"a parameter of {name}, which is not an nn.Linear{hint}"
 
 
 def _of_state(module: nn.Module) -> str:

@@ -50,13 +50,13 @@ def register_experts(
     if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
         raise InvalidType(
             f"Got {module_class!r:.80} as a class of experts.",
-            "It is a subclass of nn.Module.",
+            "It must be a subclass of nn.Module.",
             "Pass the class, not a module of it.",
         )
     if not callable(describe):
         raise InvalidType(
             f"Got describe of type {type(describe).__name__}.",
-            "It is a function from a module to an fp8kit.ExpertStacks.",
+            "It must be a function from a module to an fp8kit.ExpertStacks.",
             f"Pass lambda module: {describe!r:.80}.",
         )
     _REGISTERED[module_class] = describe
@@ -151,7 +151,7 @@ def _believed(module: nn.Module, stacks: ExpertStacks) -> ExpertStacks | str:
         warnings.warn(
             teach(
                 f"{type(module).__name__} could not be run on random numbers.",
-                "What register_experts was told of it is believed.",
+                "Its registration is trusted, unchecked.",
                 "Compare a converted model with the dense one: fp8kit.evaluate.",
             ),
             stacklevel=2,

@@ -26,7 +26,7 @@ from fp8kit.modules.plain_norm import NormForward
 from fp8kit.modules.rotary import RotaryForward, calls_rotary
 from fp8kit.modules.trials import on_trial, owned, set_training
 
-_EPSILONS = ("variance_epsilon", "eps", "epsilon")
+EPSILONS = ("variance_epsilon", "eps", "epsilon")
 _RMS_FORMULAS = ((0.0, "stepwise"), (0.0, "once"), (1.0, "once"), (1.0, "stepwise"))
 # two orders of summation may round a few results apart; two formulas differ in a quarter of them
 _PROBED_DIFFERENCE = 0.02
@@ -99,7 +99,7 @@ def recognize_norm(norm: nn.Module) -> NormFormula | None:
     if norm._modules:  # a model may warn of each attribute that it is asked for
         return None
     try:
-        eps = next((e for n in _EPSILONS if (e := getattr(norm, n, None)) is not None), None)
+        eps = next((e for n in EPSILONS if (e := getattr(norm, n, None)) is not None), None)
         weight = getattr(norm, "weight", None)
         shape = tuple(getattr(norm, "normalized_shape", getattr(weight, "shape", ())))
     except Exception:  # a property that raises, a shape that is a number

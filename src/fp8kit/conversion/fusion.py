@@ -55,7 +55,8 @@ def user_links(
             raise ConversionError(
                 f"Got {link.source} ({type(producer).__name__}) before an arrow.",
                 "RMS norms with a weight and layer norms, of one tensor each and along one "
-                "dimension, SiLU and GELU can write FP8.",
+                f"dimension, with the epsilon in {' or '.join(fusible_modules.EPSILONS)}, SiLU and "
+                "GELU can write FP8.",
                 "Name one of these, or only the layers, which then share their input.",
             )
     if run is not None:

@@ -156,10 +156,10 @@ def _check_paths(model: nn.Module, link: Link) -> None:
     widths = {getattr(m, "in_features", 0) for m in layers.values()}
     if missing or other or len(widths) > 1:
         wrong = missing or other or link.layers
-        problem = "do not exist" if missing else "are no linear layers" if other else "differ in K"
+        problem = "do not exist" if missing else "are not linear layers" if other else "differ in K"
         raise ConversionError(
-            f"In a fusion rule, {some_of(wrong)} {problem}.",
-            "Layers with one input are linear layers with equal K, named from their block.",
+            f"Layers of a fusion rule {problem}: {some_of(wrong)}.",
+            "Layers that share an input are linear layers of equal K; paths start at their block.",
             "Correct the paths, or narrow the pattern of the blocks.",
         )
 

@@ -128,13 +128,13 @@ def check_patterns(
     if not isinstance(patterns, Iterable):
         raise InvalidType(
             f"Got {argument}={patterns!r:.80}.",
-            "It is a list of patterns over the names of layers.",
+            "It must be a list of patterns over the names of layers.",
             f"Pass {argument}=['*.o_proj'], for example.",
         )
     if isinstance(patterns, str):
         raise InvalidType(
             f"Got {argument}={patterns!r}.",
-            "It is a list of patterns; a string would be read letter by letter.",
+            "It must be a list of patterns; a string would be read letter by letter.",
             f"Pass {argument}=[{patterns!r}].",
         )
     for pattern in patterns:

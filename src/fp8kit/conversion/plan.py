@@ -311,7 +311,7 @@ def _check_arguments(model: object, calibrate: object) -> None:
     if not isinstance(model, nn.Module):
         raise InvalidType(
             f"Got a model of type {type(model).__name__}.",
-            "It is an nn.Module with linear layers in it.",
+            "It must be an nn.Module with linear layers in it.",
             "Load a checkpoint with fp8kit.load; of a pipeline pass a part, such as "
             "pipeline.transformer.",
         )
@@ -331,6 +331,6 @@ def _check_arguments(model: object, calibrate: object) -> None:
     if calibrate is not None and not callable(calibrate):
         raise InvalidType(
             f"Got calibrate of type {type(calibrate).__name__}.",
-            "It is a function that runs the model, which it gets, on representative data.",
+            "It must be a function that takes the model and runs it on representative data.",
             "Pass calibrate=lambda model: model(batch).",
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fp8kit.errors import ConversionError, teach
+from fp8kit.errors import ConversionError, counted, teach
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,7 +66,7 @@ class Report:
         model_bytes_before: size of all parameters and buffers before.
         notes: sentences about the whole model.
         groups: names of layers that share one quantized input, in call order.
-        fused: names of norms, activations and feed-forwards that write FP8, once converted.
+        fused: names of norms, activations, routers and others with fused kernels, once converted.
         model: the converted copy of the model, if one was asked for.
 
     Example:
@@ -138,8 +138,9 @@ class Report:
         blocked = [r for r in self.skipped if r.warning]
         if blocked:
             lines = "\n".join(f"  {r.name}: {r.reason}" for r in blocked)
+            layers = counted(len(blocked), "layer")
             raise ConversionError(
-                f"strict=True, and {len(blocked)} layers cannot be converted:\n{lines}\n",
+                f"strict=True, and {layers} cannot be converted:\n{lines}\n",
                 "Every considered layer must be convertible.",
                 "Exclude these layers by name, or drop strict.",
             )
@@ -151,9 +152,9 @@ class Report:
         fp8 = [r for r in self.records if r.action == "convert" or r.is_fp8]
         high = self.model_bytes_before - sum(r.bytes_before for r in fp8)
         share = high / self.model_bytes_before if self.model_bytes_before else 0.0
-        stacks = f" and {len(self.stacks)} modules of experts" if self.stacks else ""
+        stacks = f" and {counted(len(self.stacks), 'module')} of experts" if self.stacks else ""
         return (
-            f"{self.scheme}: {len(self.linears)} layers{stacks} converted, "
+            f"{self.scheme}: {counted(len(self.linears), 'layer')}{stacks} converted, "
             f"{len(self.skipped)} skipped; "
             f"{self.model_bytes_before / _MIB:.1f} MiB -> {self.model_bytes_after / _MIB:.1f} MiB; "
             f"{share:.0%} of the original bytes stay in high precision"
@@ -189,7 +190,7 @@ class Report:
             rows.append((r.name, "x".join(map(str, r.shape)), r.action, size, note))
         notes = list(self.notes)
         if self.fused:
-            notes.append(f"On a GPU {len(self.fused)} modules write FP8: {', '.join(self.fused)}.")
+            notes.append(f"Fused on a GPU, {len(self.fused)} in all: {', '.join(self.fused)}.")
         return "\n".join([table(rows), *notes, self.summary()])
 
 

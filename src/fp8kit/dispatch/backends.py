@@ -97,8 +97,8 @@ class Choice:
             chosen += f", bf16 {self.dense_us:.1f} µs"
         if self.us is not None:
             chosen += f" (measured at m={self.measured_m})"
-        lines = [f"{self.problem}", f"  {self.backend or 'nothing fits':<13} {chosen}"]
-        return "\n".join(lines + [f"  {name:<13} declined: {why}" for name, why in self.declined])
+        lines = [f"{self.problem}", f"  {self.backend or 'nothing fits':<14} {chosen}"]
+        return "\n".join(lines + [f"  {name:<14} declined: {why}" for name, why in self.declined])
 
 
 @functools.cache

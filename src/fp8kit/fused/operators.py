@@ -123,7 +123,7 @@ for _schema, _impl, _fake in (
 ):
     refuse_backward(
         register(_schema, _impl, _fake),
-        "A gradient through a fused norm or activation was asked for.",
+        "A gradient through a fused norm or activation was requested.",
         "Its result is FP8 codes, which have none.",
         "Use the unfused norm or activation and fp8kit.linear, or wrap it in torch.no_grad().",
     )

@@ -67,7 +67,7 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     Example:
         >>> config = Fp8KitConfig("FP8_DYNAMIC", exclude=["*.ff_context.*"])
         >>> FluxTransformer2DModel.from_pretrained(
-        ...     "dir", quantization_config=config, torch_dtype=torch.bfloat16
+        ...     "dir", quantization_config=config, dtype=torch.bfloat16
         ... )
     """
 
@@ -133,7 +133,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             raise UnsupportedError(
                 "Got a device_map that places layers on disk.",
                 "The loader keeps such weights as they are in the file, not as FP8.",
-                "Give a device_map without disk, or save an FP8 model first.",
+                "Pass a device_map without disk, or save an FP8 model first.",
             )
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:

@@ -279,7 +279,7 @@ class Fp8StaticCache(_Fp8Cache):
         if type(max_cache_len) is not int or max_cache_len < 1:
             raise InvalidValue(
                 f"Got max_cache_len={max_cache_len!r}.",
-                "It is the number of tokens, of prompt and answer together.",
+                "It must be the number of tokens, of prompt and answer together.",
                 "Pass a whole number above zero.",
             )
         room = {"max_cache_len": max_cache_len}

@@ -18,7 +18,7 @@ import torch
 
 from fp8kit.checkpoint.streaming.executor import is_whole, write_shards
 from fp8kit.checkpoint.streaming.work_plan import Work
-from fp8kit.errors import CheckpointError
+from fp8kit.errors import CheckpointError, InvalidValue
 
 # how often a file is tried again after its worker was lost
 RETRIES = 10
@@ -75,7 +75,14 @@ class Runner:
         running: dict[Any, int] = {}
         with ExitStack() as stack:
             if not ray.is_initialized():
-                ray.init(address=self.address, log_to_driver=False, include_dashboard=False)
+                try:
+                    ray.init(address=self.address, log_to_driver=False, include_dashboard=False)
+                except ConnectionError as error:  # Ray names options of its own commands
+                    raise InvalidValue(
+                        f"Found no Ray cluster at {self.address!r}.",
+                        "The files are spread over a cluster that runs already.",
+                        "Start one with ray start --head, or pass the address of another.",
+                    ) from error
                 stack.callback(ray.shutdown)
             task = ray.remote(self.write).options(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)
             plan = ray.put(work)

@@ -161,7 +161,7 @@ def skeleton(checkpoint: Checkpoint) -> Any:
         raise CheckpointError(
             f"Transformers {transformers.__version__} cannot build {model_class.__name__} from "
             f"config.json of {checkpoint.path}: {_first_line(error)}",
-            "It has to describe the model that the tensors belong to.",
+            "It must describe the model that the tensors belong to.",
             "Get it again, or build the model yourself: fp8kit.load(dir, model=...).",
         ) from error
     return model
@@ -245,7 +245,10 @@ def _model_class(checkpoint: Checkpoint) -> Any:
         )
         if not checkpoint.config:
             what = f"{checkpoint.path} has no config.json, or a file in it was passed alone."
-            needed = "It names the class of the model."
+            needed = "config.json names the class of the model."
+        elif kind := checkpoint.config.get("_class_name"):
+            what = f"{checkpoint.path} holds a {kind} of diffusers."
+            needed = "Without model=, a directory must hold a model of Transformers."
         raise CheckpointError(
             what, needed, "Build the model yourself and pass it: fp8kit.load(dir, model=...)."
         )
@@ -284,7 +287,7 @@ def _model_config(checkpoint: Checkpoint) -> Any:
         raise CheckpointError(
             f"Transformers {transformers.__version__} cannot read config.json of "
             f"{checkpoint.path}: {_first_line(error)}",
-            "It has to describe a model that Transformers knows.",
+            "It must describe a model that Transformers knows.",
             "Correct it, or build the model yourself: fp8kit.load(dir, model=...).",
         ) from error
     for part in (config, config.get_text_config()):

@@ -32,7 +32,7 @@ from fp8kit.checkpoint.loading.merged_weights import is_finite
 from fp8kit.conversion import fusion, siblings
 from fp8kit.conversion.plan import refuse_static, warn_of_nothing
 from fp8kit.conversion.report import TIED, Report
-from fp8kit.errors import UnsupportedError, check_switch
+from fp8kit.errors import InvalidType, UnsupportedError, check_switch
 from fp8kit.formats import FP8_FORMATS, Scheme
 from fp8kit.integrations import transformers_attention
 from fp8kit.integrations import transformers_saving as saving
@@ -159,6 +159,12 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
     report: Report | None = None
 
     def __init__(self, quantization_config: Fp8KitConfig, **kwargs: Any) -> None:
+        if not isinstance(quantization_config, Fp8KitConfig):  # diffusers' has the same name
+            raise InvalidType(
+                f"Got a {type(quantization_config).__module__}.Fp8KitConfig.",
+                "Models of Transformers take fp8kit.Fp8KitConfig.",
+                "Import it from fp8kit.",
+            )
         # a copy: what a model is saved as is nothing that its user asked for
         super().__init__(copy.copy(quantization_config), **kwargs)
         asked = scheme_of_plain(quantization_config.scheme)
@@ -184,7 +190,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
             raise UnsupportedError(
                 "Got a device_map that places layers on disk.",
                 "The loader keeps such weights as they are in the file, not as FP8.",
-                "Give a device_map without disk, or save an FP8 checkpoint first.",
+                "Pass a device_map without disk, or save an FP8 checkpoint first.",
             )
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:

@@ -17,7 +17,7 @@ def as_device(value: object) -> torch.device | None:
     """
     if value is None:
         return None
-    required = "It is one that this machine has and that holds values, such as 'cpu' or 'cuda:0'."
+    required = "It must be a device of this machine that can hold data, such as 'cpu' or 'cuda:0'."
     try:
         if isinstance(value, bool):
             raise TypeError("torch takes True for the device 1")
@@ -27,7 +27,7 @@ def as_device(value: object) -> torch.device | None:
         raise InvalidValue(f"Got device={value!r:.80}.", required, "Pass one of these.") from error
     if found.type != "cpu" and (found.index or 0) >= count:
         raise InvalidValue(
-            f"Got device={value!r:.80}, and torch {torch.__version__} finds {count} {found.type} "
+            f"Got device={value!r:.80}, but torch {torch.__version__} finds {count} {found.type} "
             "devices here.",
             required,
             "Name another, or run this where the GPU is; fp8kit env shows what is found.",
@@ -40,7 +40,7 @@ def as_devices(value: object) -> list[torch.device]:
     if isinstance(value, str | torch.device) or not isinstance(value, Sequence):
         raise InvalidType(
             f"Got devices={value!r:.80}.",
-            "It is a list with a device for each worker.",
+            "It must be a list with a device for each worker.",
             "Pass ['cpu'], or ['cuda:0', 'cuda:1'].",
         )
     if not value:
@@ -73,7 +73,7 @@ def check_widths(widths: object) -> None:
         if not isinstance(widths, Mapping) or not isinstance(pattern, str) or not whole:
             raise InvalidType(
                 f"Got widths={widths!r:.80}.",
-                "They are the rows of the parts of fused layers, by patterns of their names.",
+                "It must map patterns of fused layers to the rows of each of their parts.",
                 "Pass {'*.in_proj': (256, 256, 64)}, for example.",
             )
         check_expression("widths", pattern)

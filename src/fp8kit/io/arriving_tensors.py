@@ -113,13 +113,13 @@ def _check_arguments(model: object, weights: object) -> None:
     if not isinstance(model, nn.Module):
         raise InvalidType(
             f"Got a {type(model).__name__} as the model.",
-            "It is the module that gets the weights.",
+            "It must be the module that gets the weights.",
             "Pass the model first, then the weights.",
         )
     if isinstance(weights, (str, Path)) or not isinstance(weights, Iterable):
         raise InvalidType(
             f"Got weights of type {type(weights).__name__}.",
-            "They are pairs of names and tensors, or a mapping.",
+            "They must be pairs of names and tensors, or a mapping.",
             "Pass a state dict; a checkpoint on disk is loaded by fp8kit.load(path, model).",
         )
 

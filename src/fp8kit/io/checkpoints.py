@@ -34,6 +34,7 @@ from fp8kit.errors import (
     InvalidValue,
     UnsupportedError,
     as_path,
+    counted,
     teach,
 )
 from fp8kit.formats import Scheme
@@ -176,7 +177,7 @@ def high_precision(source: str | Path) -> Checkpoint:
     if checkpoint.spec is not None:
         raise CheckpointError(
             f"{checkpoint.path} is {checkpoint.spec.scheme} already.",
-            "A checkpoint in high precision is quantized.",
+            "Only a checkpoint in high precision can be quantized.",
             "Start from the original, or turn it into another form: fp8kit convert-checkpoint.",
         )
     return checkpoint
@@ -324,8 +325,8 @@ def _sized(choice: Selection, work: Work) -> Report:
     """Add the sizes that the recipe's dtype changes, which no record knows of."""
     written = sum(s.size - len(s.header) for s in work.shards)
     choice.report.notes.append(
-        f"{len(work.shards)} files hold {directory.size(written)} of tensors, "
-        f"of {len(work.layout)} tensors."
+        f"{counted(len(work.layout), 'tensor')}, {directory.size(written)}, to be written into "
+        f"{counted(len(work.shards), 'file')}."
     )
     return choice.report
 

@@ -31,7 +31,7 @@ def quantize_stack(
         if not isinstance(matrix, Tensor):
             raise InvalidType(
                 f"Got a {type(matrix).__name__} as an expert's matrix.",
-                "It is a tensor [N, K].",
+                "It must be a tensor [N, K].",
                 "Pass weights, such as [layer.weight for layer in layers].",
             )
         matrix = matrix.detach()
@@ -78,7 +78,7 @@ def slots_of(placement: Tensor) -> list[int]:
     if held.dim() != 1 or held.dtype not in (torch.int32, torch.int64):
         raise InvalidType(
             f"Got a placement of {held.dtype} and shape {tuple(held.shape)}.",
-            "It is a vector of ids: one for each row of the stack.",
+            "It must be a vector of ids: one for each row of the stack.",
             "Pass torch.tensor([0, 1, 2, 3, 3]), for example.",
         )
     return list(map(int, held.tolist()))

@@ -200,7 +200,7 @@ class Fp8Linear(nn.Linear):
             In ``out_dtype``, else the dtype of ``input`` (or autocast's; ``compute_dtype``).
         """
         if isinstance(input, (Proxy, QTensor)):
-            y: Tensor = self._special(input)
+            y: Tensor = self._of_codes_or_proxy(input)
             return y
         if self.original_weight is not None:
             follow_original(self)
@@ -312,8 +312,8 @@ class Fp8Linear(nn.Linear):
         self.original_weight = original_weight
         self._quantized_from = (original_weight, version(original_weight))
 
-    def _special(self, x: Proxy | QTensor) -> Any:
-        """Multiply codes; stay one call of this module in a graph of ``torch.fx``."""
+    def _of_codes_or_proxy(self, x: Proxy | QTensor) -> Any:
+        """Multiply codes; of a proxy make one call of this module in a graph of ``torch.fx``."""
         if isinstance(x, QTensor):
             return self.multiply(layer_options.row_codes(self, x))
         tracer: Any = x.tracer

@@ -17,7 +17,7 @@ def scripting(layer: str) -> UnsupportedError:
 def tensor_parallel(layer: str) -> UnsupportedError:
     """Return why torch's tensor parallelism cannot split a layer, which is named."""
     return UnsupportedError(
-        f"Tensor parallelism of torch was asked for {layer}.",
+        f"torch's tensor parallelism was requested for {layer}.",
         "Its styles split each parameter alike; codes and scales split differently.",
         "Split the dense model and convert each rank's part, or leave the layer dense with "
         "exclude=.",

@@ -202,7 +202,7 @@ def _scale_of_each(codes: Tensor, scales: Tensor, widths: Sequence[int]) -> Tens
     if not isinstance(codes, Tensor) or not isinstance(widths, Sequence):
         raise InvalidType(
             f"Got codes of type {type(codes).__name__}, and widths of {type(widths).__name__}.",
-            "They are codes [N, K], and the rows of each part.",
+            "They must be codes [N, K], and the rows of each part.",
             "Pass q.data, q.scale and a tuple such as (64, 64).",
         )
     fp8_format(codes.dtype)

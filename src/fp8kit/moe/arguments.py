@@ -29,7 +29,7 @@ def check_activation(activation: object) -> None:
     if not isinstance(activation, Activation):
         raise InvalidType(
             f"Got activation={activation!r:.80}.",
-            "It is an fp8kit.moe.Activation, which says where gates and ups lie, too.",
+            "It must be an fp8kit.moe.Activation, which also says how gates and ups are laid out.",
             "Pass fp8kit.moe.Activation('silu'), for example.",
         )
 
@@ -72,13 +72,13 @@ def check_routes(x: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | N
     if not isinstance(expert_map, Tensor):
         raise InvalidType(
             f"Got an expert_map of type {type(expert_map).__name__}.",
-            "It is a tensor beside x.",
+            "It must be a tensor on the device of x.",
             "Pass torch.tensor(expert_map, device=x.device).",
         )
     if expert_map.dtype not in _INTEGERS or expert_map.dim() not in (1, 2):
         raise InvalidValue(
             f"Got an expert_map {expert_map.dtype} {tuple(expert_map.shape)}.",
-            "It is int32 or int64: [L], or [L, R] for replicas.",
+            "It must be int32 or int64: [L], or [L, R] for replicas.",
             "Pass the row of the weights for each id, -1 for what lies elsewhere.",
         )
     if not expert_map.numel():
@@ -130,13 +130,13 @@ def check_grouped(
     if not isinstance(offsets, Tensor):
         raise InvalidType(
             f"Got offsets of type {type(offsets).__name__}.",
-            "They are a tensor beside x.",
+            "They must be a tensor on the device of x.",
             "Pass torch.tensor(offsets, device=x.device).",
         )
     if offsets.dtype not in _INTEGERS or tuple(offsets.shape) != (w.shape[0] + 1,):
         raise InvalidValue(
             f"Got offsets {offsets.dtype} {tuple(offsets.shape)} for {w.shape[0]} experts.",
-            f"They are int32 or int64 [{w.shape[0] + 1}]: where each expert begins, and where "
+            f"They must be int32 or int64 [{w.shape[0] + 1}]: where each expert begins, and where "
             "the last one ends.",
             "Put a zero before the cumulated counts.",
         )

@@ -145,7 +145,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needed = ctx.needs_input_grad
     if any(needed[i] for i in range(_TENSORS) if i not in (_X, _WEIGHTS)):
         raise UnsupportedError(
-            "A gradient to FP8 experts, their scales or biases was asked for.",
+            "A gradient for FP8 experts, their scales or biases was requested.",
             "Experts are frozen; gradients flow to their input and the router's weights.",
             "Detach them (quantize weight.detach()), and train an adapter instead.",
         )
@@ -161,7 +161,7 @@ torch.library.register_autograd(EXPERTS, _backward, setup_context=_save, lib=lib
 for _op in (EXPERTS_BACKWARD, GROUPED_SCALED_MM):
     refuse_backward(
         _op,
-        "A gradient through grouped_scaled_mm, or a second one through experts, was asked for.",
+        "A gradient through grouped_scaled_mm, or a second one through experts, was requested.",
         "Only fp8kit.moe.experts and Fp8Experts are differentiable, once.",
         "Use one of them, or wrap the call in torch.no_grad().",
     )

@@ -128,7 +128,7 @@ def check_routing(ids: Tensor, weights: Tensor, m: int) -> None:
         if not isinstance(tensor, Tensor):
             raise InvalidType(
                 f"Got {name} of type {type(tensor).__name__}.",
-                f"They are a tensor [{m}, k].",
+                f"They must be a tensor [{m}, k].",
                 "Pass what fp8kit.moe.route gives.",
             )
     if ids.dtype not in _INTEGERS or not weights.is_floating_point():

@@ -64,7 +64,7 @@ def failure(problem: Problem, run: Callable[..., Tensor], tokens: int = _TOKENS)
                     "Call the layer once before the capture, or fp8kit.warmup(model).",
                 )
             )
-        with compile_ahead.running():
+        with compile_ahead.launching():
             _found[tried] = _failure_on(*tried)
     return _found[tried]
 

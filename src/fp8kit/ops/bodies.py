@@ -72,7 +72,7 @@ def scaled_mm(
     groups = (None if x_group is None else GroupShape(*x_group), GroupShape(*w_group))
     problem = MatmulProblem.of(x, w, groups, out_dtype, bias, accum, batch_invariant)
     if not x.numel() or not w.numel():
-        return _without_sums(x, w, bias, out_dtype)
+        return _empty_product(x, w, bias, out_dtype)
     choice = decide(MATMUL_BACKENDS, problem, backend)
     matmul: MatmulBackend = choice.implementation
     return matmul.run(MatmulOperands(x, x_scale, w, w_scale, bias), choice.problem)
@@ -124,7 +124,7 @@ def linear(
     rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0)
     shape, out_dtype = (*x.shape[:-1], w.shape[0]), out_dtype or x.dtype
     if not rows.numel() or not w.numel():
-        return reshaped(_without_sums(rows, w, bias, out_dtype), shape)
+        return reshaped(_empty_product(rows, w, bias, out_dtype), shape)
     group = None if x_group is None else GroupShape(*x_group)
     options = (out_dtype, bias, accum, batch_invariant, None if group is None else w.dtype)
     problem = MatmulProblem.of(rows, w, (group, GroupShape(*w_group)), *options)
@@ -180,7 +180,7 @@ def _quantizer(x: Tensor, group: GroupShape, dtype: torch.dtype) -> QuantizerBac
     return backend
 
 
-def _without_sums(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Return the product of operands of which one is empty: nothing, or the bias alone."""
+def _empty_product(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Return the product of operands of which one is empty: zeros, or the bias in each row."""
     zeros = x.new_zeros(x.shape[0], w.shape[0], dtype=out_dtype)
     return zeros if bias is None else zeros + bias.to(out_dtype)

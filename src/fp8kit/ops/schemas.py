@@ -154,7 +154,7 @@ def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of the operator ``linear``; raises for those of weight and scales."""
     if any(ctx.needs_input_grad[i] for i in (1, 2, 4, 5)):
         raise UnsupportedError(
-            "A gradient to an FP8 weight or to a scale was asked for.",
+            "A gradient for an FP8 weight or a scale was requested.",
             "FP8 layers are frozen; gradients flow to their input and their bias.",
             "Detach them (quantize weight.detach()), and train an adapter instead.",
         )
@@ -172,7 +172,7 @@ torch.library.register_autograd(LINEAR, linear_backward, setup_context=save_for_
 for _op in (QUANTIZE, QUANTIZE_STATIC, DEQUANTIZE, SCALED_MM, JOINED_LINEAR):
     refuse_backward(
         _op,
-        "A gradient through quantize, dequantize or scaled_mm was asked for.",
+        "A gradient through quantize, dequantize or scaled_mm was requested.",
         "Only fp8kit.linear and Fp8Linear are differentiable, in their input and bias.",
         "Use one of them, or wrap the call in torch.no_grad().",
     )

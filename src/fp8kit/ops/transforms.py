@@ -48,7 +48,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def jvp(_ctx: Any, *_tangents: Any) -> Any:
         raise UnsupportedError(
-            "A forward-mode derivative of an FP8 layer was asked for.",
+            "A forward-mode derivative of an FP8 layer was requested.",
             "FP8 products have a backward and no forward-mode derivative.",
             "Use torch.func.grad, vjp or jacrev, or the dense model.",
         )

@@ -89,7 +89,7 @@ def check_quantized(name: str, q: object) -> None:
     if not isinstance(q, QTensor):
         raise InvalidType(
             f"Got {name} of type {type(q).__name__}.",
-            "It is a QTensor: codes with the scales they belong to.",
+            "It must be a QTensor: codes with the scales they belong to.",
             "Make one with fp8kit.quantize (role='weight' for a weight).",
         )
 
@@ -125,7 +125,7 @@ def check_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise InvalidType(
             f"Got {name} of type {type(x).__name__}.",
-            "It is a bfloat16, float16 or float32 tensor, which is quantized here.",
+            "It must be a bfloat16, float16 or float32 tensor, which is quantized here.",
             "Pass a torch.Tensor; fp8kit.scaled_mm multiplies what is quantized already.",
         )
     if x.is_nested:
@@ -233,13 +233,13 @@ def check_scale_ub(scale_ub: Tensor | None, x: Tensor) -> None:
     if not isinstance(scale_ub, Tensor):
         raise InvalidType(
             f"Got scale_ub={scale_ub!r}.",
-            f"It is one float32 number on {x.device}, as a tensor.",
+            f"It must be one float32 number on {x.device}, as a tensor.",
             f"Pass torch.tensor({scale_ub!r}, device=x.device).",
         )
     if scale_ub.numel() != 1 or scale_ub.dtype != torch.float32 or scale_ub.device != x.device:
         raise InvalidValue(
             f"Got scale_ub {scale_ub.dtype} {tuple(scale_ub.shape)} on {scale_ub.device}.",
-            f"It is one float32 number on {x.device}.",
+            f"It must be one float32 number on {x.device}.",
             "Pass torch.tensor(bound, device=x.device).",
         )
     if _can_read(scale_ub) and not scale_ub.item() > 0:

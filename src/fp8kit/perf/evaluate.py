@@ -134,7 +134,7 @@ def evaluate(model: nn.Module, reference: nn.Module, data: Iterable[Batch]) -> E
     if isinstance(data, Tensor | Mapping | str | bytes) or not isinstance(data, Iterable):
         raise InvalidType(
             f"Got data of type {type(data).__name__}.",
-            "It is a list, or another iterable, of batches.",
+            "It must be a list, or another iterable, of batches.",
             "Pass [batch].",
         )
     pairs = _pairs(model, reference)
@@ -236,7 +236,7 @@ def _pairs(model: nn.Module, reference: nn.Module) -> dict[str, Fp8Linear]:
         named = ", ".join(unfit[:3])
         raise InvalidValue(
             f"The reference has no dense layer for {len(unfit)} FP8 layers: {named}.",
-            "It is the dense original of the model, with the same names.",
+            "It must be the dense original of the model, with the same names.",
             "Copy the model before fp8kit.convert, or load the original checkpoint.",
         )
     return layers

@@ -98,13 +98,13 @@ def explain(layer_or_model: nn.Module, m: int = 16) -> Explanation:
     if not isinstance(layer_or_model, nn.Module):
         raise InvalidType(
             f"Got {layer_or_model!r:.80} as the model.",
-            "It is an FP8 layer, or a module that holds some.",
+            "It must be an FP8 layer, or a module that holds some.",
             "Load a checkpoint with fp8kit.load(directory), or run fp8kit explain directory.",
         )
     if not isinstance(m, Integral):
         raise InvalidType(
             f"Got m={m!r}.",
-            "It is one row count, an integer.",
+            "It must be one row count, an integer.",
             "Call fp8kit.explain(model, m=16) once for each row count.",
         )
     if m < 0:

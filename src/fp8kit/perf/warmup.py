@@ -28,7 +28,7 @@ from fp8kit.perf.timing import Timer, time_cases
 from fp8kit.perf.tune import Wish
 from fp8kit.perf.warmup_experts import calls_of_experts, record_experts
 from fp8kit.runtime import replay_cache
-from fp8kit.runtime.compile_ahead import noting
+from fp8kit.runtime.compile_ahead import collecting
 
 MOST_SEQUENCES = 256  # row counts up to this one may be sequences that decode, one token each
 
@@ -74,7 +74,7 @@ def warmup(
     if not isinstance(model, nn.Module):
         raise InvalidType(
             f"Got a {type(model).__name__} as the model.",
-            "What is warmed up is a module with FP8 layers, on its device.",
+            "warmup takes a module with FP8 layers, on the device where it will run.",
             "Load a checkpoint with fp8kit.load(directory, device='cuda') first.",
         )
     layers = [mod for mod in model.modules() if isinstance(mod, Fp8Linear)]
@@ -93,7 +93,7 @@ def warmup(
     with torch.no_grad():
         calls = [*_calls(model, m), *calls_of_experts(model, m)]
         if any(codes.is_cuda for codes in held):
-            with noting():
+            with collecting():
                 for call in calls:
                     call()
         for call in calls:

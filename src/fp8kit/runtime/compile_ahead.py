@@ -1,7 +1,7 @@
 """Compile CUDA kernels side by side, before they run.
 
-A compiler takes seconds for one kernel, on one core, and a model of experts has dozens. What needs
-kernels is run once while they are only noted: nothing is launched. Then threads compile them all.
+A compiler takes seconds for one kernel, on one core, and a mixture of experts has dozens. The code
+that needs them runs once with launches off, which collects them; then threads compile them all.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from contextlib import contextmanager
 _local = threading.local()
 
 
-def noted() -> list[Callable[[], None]] | None:
-    """Return what compiles the kernels that this thread notes; ``None`` if it launches them."""
+def collected() -> list[Callable[[], None]] | None:
+    """Return what compiles the kernels collected in this thread; ``None`` if it launches them."""
     return getattr(_local, "kernels", None)
 
 
 @contextmanager
-def noting() -> Iterator[None]:
-    """Note kernels instead of launching them, and compile them at the end.
+def collecting() -> Iterator[None]:
+    """Collect kernels instead of launching them, and compile them at the end.
 
     Results inside are of no use. Raises ``RuntimeError`` if a source does not compile.
     """
@@ -34,15 +34,15 @@ def noting() -> Iterator[None]:
 
 
 @contextmanager
-def running() -> Iterator[None]:
-    """Launch kernels inside, also within ``noting``: for what decides by their results."""
+def launching() -> Iterator[None]:
+    """Launch kernels inside, also within ``collecting``: for what decides by their results."""
     with _state(None):
         yield
 
 
 @contextmanager
 def _state(kernels: list[Callable[[], None]] | None) -> Iterator[None]:
-    before, _local.kernels = noted(), kernels
+    before, _local.kernels = collected(), kernels
     try:
         yield
     finally:

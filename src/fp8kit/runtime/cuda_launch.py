@@ -102,7 +102,7 @@ class Kernel(Function):
         super().__init__(None, block, cluster, shared_bytes, index, cooperative=cooperative)
         self.name, self._source = name, source
         self._lock = threading.RLock()
-        kernels = compile_ahead.noted()
+        kernels = compile_ahead.collected()
         if kernels is None:
             self.load()
         else:
@@ -143,7 +143,7 @@ class Kernel(Function):
 
     def _runs(self) -> bool:
         """Return whether launches are wanted of this thread; then it is loaded."""
-        if compile_ahead.noted() is not None:
+        if compile_ahead.collected() is not None:
             return False
         if self.handle is None:  # another thread notes kernels
             self.load()
@@ -156,7 +156,7 @@ class Kernel(Function):
         in the order of the kernel's parameters; a value that ``pointer`` made is an address, any
         other is a number. With ``overlap`` it starts before the previous kernel of the stream has
         ended (programmatic dependent launch); the kernel itself waits before it reads that kernel's
-        results. Within ``compile_ahead.noting`` nothing is launched.
+        results. Within ``compile_ahead.collecting`` nothing is launched.
         """
         if not self._runs():
             return

@@ -192,7 +192,7 @@ def _recording(
     constants: Sequence[Tensor | None],
 ) -> Recording | None:
     results: Sequence[Tensor] = [y] if isinstance(y, Tensor) else y
-    if watch.foreign or not launches or not told_apart(inputs, constants):
+    if watch.foreign or not launches or not have_own_addresses(inputs, constants):
         return None
     spans: list[tuple[int, int, int | None, int]]
     spans = [_span(x, slot, 0) for slot, x in enumerate(inputs)]
@@ -229,8 +229,8 @@ def _recording(
     return Recording(steps, len(inputs), pairs, scratch)
 
 
-def told_apart(inputs: Sequence[Tensor], constants: Sequence[Tensor | None] = ()) -> bool:
-    """Return whether an address tells which input it is of, if it is of one."""
+def have_own_addresses(inputs: Sequence[Tensor], constants: Sequence[Tensor | None] = ()) -> bool:
+    """Return whether each input has an address that no other tensor has, so that it names it."""
     starts = [x.data_ptr() for x in inputs]
     others = {t.data_ptr() for t in constants if t is not None}
     return len({*starts} - others) == len(starts)

@@ -2,7 +2,7 @@
 
 An ``Operator`` is one computation in two forms. Its *registered* form is what compilers, tracers,
 autograd, autocast, modes and subclasses see. Its *body* is the Python function that launches
-kernels. Where none of these is active, the body is called directly: this is the package's one
+kernels. Where none of these is active, the body is called directly: this is the package's only
 bypass of ``torch.library``.
 
 A ``ReplayCache`` remembers calls that took the bypass, by ``key``. The first call with a key runs
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from fp8kit.runtime.compile_ahead import noted
-from fp8kit.runtime.launch_recording import Recording, is_recording, record, told_apart
+from fp8kit.runtime.compile_ahead import collected
+from fp8kit.runtime.launch_recording import Recording, have_own_addresses, is_recording, record
 from fp8kit.runtime.weight_hazards import MARK, version
 
 RECORDED_DEVICES = ("cuda",)
@@ -54,8 +54,8 @@ Guards = list[object]
 class Operator:
     """One computation, called with its inputs, then its constants, then its options.
 
-    ``body`` launches the kernels; ``registered`` computes the same in a form that whoever looks on
-    can follow.
+    ``body`` launches the kernels; ``registered`` computes the same as operators of torch, which
+    compilers, tracers and autograd can follow.
     """
 
     __slots__ = ("body", "registered")
@@ -65,11 +65,11 @@ class Operator:
         self.registered = registered
 
     def __call__(self, *arguments: Any) -> Any:
-        """Compute, past ``torch.library`` where nobody sees it; nothing is recorded."""
+        """Compute, by the body where ``form`` allows it; nothing is recorded."""
         return self.form(arguments)(*arguments)
 
     def form(self, arguments: Sequence[Any]) -> Callable[..., Any]:
-        """Return the body where nobody sees the registered form, else that."""
+        """Return the body, or the registered form where compilers, tracers or autograd need it."""
         if torch.compiler.is_compiling():
             return self.registered
         tensors = [a for a in arguments if isinstance(a, Tensor)]
@@ -137,7 +137,7 @@ class ReplayCache(dict[Key, Entry]):
         now = guards(watched) if bypasses else None
         if now is None:
             return operator.registered(*arguments)
-        if is_recording() or noted() is not None or not told_apart(inputs):
+        if is_recording() or collected() is not None or not have_own_addresses(inputs):
             return operator.body(*arguments)
         at = key(operator, inputs, options)
         entry = self.get(at)
@@ -252,7 +252,7 @@ def guards(constants: Operands) -> Guards | None:
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Return whether nobody looks on, and these are what kernels can be passed directly.
+    """Return whether kernels can be passed these tensors directly, and nothing traces the call.
 
     Modes, autocast, tracers, transforms, gradients and subclasses would miss the registered form.
     Recorded kernels are compiled for aligned addresses, and read what is in memory: neither sparse

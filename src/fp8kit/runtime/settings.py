@@ -59,7 +59,7 @@ def _word(variable: str, known: tuple[str, ...]) -> str:
     if found not in known:
         raise InvalidValue(
             f"The environment variable {variable} is {found!r}.",
-            f"It is {' or '.join(known)}.",
+            f"It must be {' or '.join(known)}.",
             "Correct or unset the variable.",
         )
     return found

@@ -74,10 +74,10 @@ def safe_to_prefetch(weight: Tensor) -> bool:
 def mark_synchronized(weight: Tensor) -> None:
     """Note that a launch reads this weight: the first one, without overlap, synchronizes with it.
 
-    A change that torch counts, or another address, ends the mark. A launch that is only noted
+    A change that torch counts, or another address, ends the mark. A launch that is only collected
     leaves none.
     """
-    if compile_ahead.noted() is not None:
+    if compile_ahead.collected() is not None:
         return
     for part in getattr(weight, _PARTS, (weight,)):
         count = version(part)

@@ -175,7 +175,9 @@ def test_an_entry_about_other_codes_is_refused(
     form: object, announced: str, tmp_path: Path
 ) -> None:
     file = scaled(tmp_path, announced, format=form)
-    wanted = re.escape(f"{file.name}: The file has fc: format = {form!r}. It is the format of fc.w")
+    wanted = re.escape(
+        f"{file.name}: The file has fc: format = {form!r}. It must be the format of fc.w"
+    )
     with pytest.raises(CheckpointError, match=wanted):
         open_checkpoint(file)
     (problem,) = inspect(file).problems
@@ -190,7 +192,7 @@ def test_an_entry_that_is_no_object_is_refused(data: bytes, tmp_path: Path) -> N
     tensors = load_file(file)
     tensors["fc.comfy_quant"] = torch.tensor(list(data), dtype=torch.uint8)
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"has fc\.comfy_quant = .* It is a JSON object\."):
+    with pytest.raises(CheckpointError, match=r"has fc\.comfy_quant = .* must be a JSON object\."):
         open_checkpoint(file)
     tensors["fc.comfy_quant"] = torch.ones(2)
     save_file(tensors, file)
@@ -202,5 +204,5 @@ def test_a_header_that_is_no_object_is_refused(text: str, tmp_path: Path) -> Non
     file = scaled(tmp_path, "header")
     save_file(load_file(file), file, metadata={"_quantization_metadata": text})
     (problem,) = inspect(file).problems
-    assert "It is a JSON object." in problem
+    assert "It must be a JSON object." in problem
     assert "config.json" not in problem

@@ -295,7 +295,7 @@ def test_dialects_that_are_only_read() -> None:
         if not dialect.writable:
             with pytest.raises(CheckpointError, match="read and not written"):
                 dialect.render(Spec(SCHEMES["FP8"]))
-            with pytest.raises(ValueError, match="It is one of autofp8, compressed"):
+            with pytest.raises(ValueError, match="It must be one of autofp8, compressed"):
                 dialect_named(dialect.name)
 
 

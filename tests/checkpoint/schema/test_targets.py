@@ -63,7 +63,7 @@ def test_mx_with_activations_in_16_bit_is_for_vllm() -> None:
 
 
 def test_unknown_target() -> None:
-    with pytest.raises(ValueError, match="It is one of vllm, sglang, transformers"):
+    with pytest.raises(ValueError, match="It must be one of vllm, sglang, transformers"):
         dialect_for("tgi", DYNAMIC)
 
 

@@ -138,7 +138,7 @@ class Spec:
 def _read_only(spec: Spec) -> JsonObject:
     raise CheckpointError(
         f"Got {spec.scheme} to write in a dialect that is read and not written.",
-        "What is written has to load in current engines.",
+        "What is written must load in current engines.",
         "Pass target='vllm', 'sglang' or 'transformers' for a dialect that does.",
     )
 
@@ -258,7 +258,7 @@ def broken(
     shown = repr(found)
     return CheckpointError(
         f"{file} has {key} = {shown if len(shown) < 300 else shown[:300] + '...'}.",
-        f"It is {wanted}.",
+        f"It must be {wanted}.",
         remedy,
     )
 

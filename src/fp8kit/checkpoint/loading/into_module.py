@@ -185,7 +185,7 @@ def end(model: nn.Module, layers: Layers, arrivals: Placement) -> list[str]:
         raise CheckpointError(
             f"{some_of(absent)} did not arrive and have no values.",
             "A model on the meta device gets all its tensors.",
-            "Bring them too, or make them before loading.",
+            "Pass them too, or create them before loading.",
         )
     experts = {n: cast(ExpertTensors, model.get_submodule(n)) for n in layers.experts}
     told = mx_forms.settle({**layers.made, **experts}, layers.form)

@@ -158,5 +158,5 @@ def check_shape(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
         raise CheckpointError(
             f"{name} has shape {list(found)}.",
             f"The model needs {list(wanted)}.",
-            "Bring the tensors of the model that was built.",
+            "Pass the tensors of the model that was built.",
         )

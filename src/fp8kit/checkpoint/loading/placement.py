@@ -106,7 +106,7 @@ class Placement:
             raise CheckpointError(
                 f"{name} is on the meta device.",
                 "What is loaded has values.",
-                "Bring the tensor itself, from where it is in memory.",
+                "Pass the tensor itself, from where it is in memory.",
             )
         tensor = tensor.detach()
         layer, kind = self._roles.get(name) or name.rpartition(".")[::2]
@@ -198,7 +198,7 @@ class Placement:
             raise CheckpointError(
                 f"{named(layer, 'weight')} is {weight.dtype} and comes with a scale.",
                 "A dense weight has no scale.",
-                "Drop the scale, or bring the FP8 weight it belongs to.",
+                "Drop the scale, or pass the FP8 weight it belongs to.",
             )
         return ""
 
@@ -211,7 +211,7 @@ class Placement:
                 f"{named(layer, 'weight')} is {weight.dtype}, and its layer is "
                 f"{numbers[0] if numbers else 'in high precision'}.",
                 "Codes load where their scheme is known: into an FP8 layer, or from a checkpoint.",
-                "Bring the dense weight, or convert the layer first.",
+                "Pass the dense weight, or convert the layer first.",
             )
         scale, input_scale = source["weight_scale"], source.get("input_scale")
         if _EXPONENTS in source and scale.dtype == torch.float32:
@@ -323,7 +323,7 @@ class Placement:
             raise CheckpointError(
                 f"{name} stacks its experts as [E, K, N].",
                 "Single experts [N, K] are put into stacks [E, N, K].",
-                "Bring the stacked tensor, or load the directory without model=.",
+                "Pass the stacked tensor, or load the directory without model=.",
             )
         matrix = shape if route.expert is None else shape[1:]
         partial = self._partial.begin(route, name, value.shape, matrix)
@@ -397,7 +397,7 @@ def _check_cast(name: str, value: Tensor, dtype: torch.dtype) -> None:
     if value.is_complex() or not _same_bytes(value.to(dtype).to(value.dtype), value):
         raise CheckpointError(
             f"{name} has numbers of {value.dtype} that {dtype} cannot hold.",
-            f"It is {dtype} in the model.",
+            f"The model holds it as {dtype}.",
             f"Build the model with a tensor of {value.dtype}.",
         )
 

@@ -108,7 +108,7 @@ def check_destination(destination: Path, source: Path | None, overwrite: bool) -
     if not overwrite:
         raise CheckpointError(
             f"The destination {destination} exists and is not empty.",
-            "Nothing is replaced unasked.",
+            "An existing directory is not replaced by default.",
             "Choose another path, or pass overwrite=True.",
         )
     if not (destination / "config.json").exists() and not any(destination.glob("*.safetensors")):

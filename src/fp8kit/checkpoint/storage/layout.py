@@ -67,7 +67,7 @@ def plan_shards(
     if not number or not max_shard_bytes >= 1:
         raise InvalidValue(
             f"Got max_shard_bytes={max_shard_bytes!r}.",
-            "It is the size of a file in bytes.",
+            "It must be the size of a file in bytes.",
             "Pass a positive number such as 5_000_000_000, or leave it out.",
         )
     modules: dict[str, list[str]] = {}

@@ -97,7 +97,7 @@ class Checkpoint:
             )
         return teach(
             f"{self.path} is announced as {self.spec.scheme}, and none of its weights is FP8.",
-            "Whoever loads it looks for codes and scales.",
+            "Loaders look for codes and scales.",
             "If its weights were dequantized, remove quantization_config from config.json.",
         )
 

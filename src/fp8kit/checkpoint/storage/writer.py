@@ -78,7 +78,7 @@ def _fill(
             raise CheckpointError(
                 f"Got {name}, {tensor.dtype} of shape {list(tensor.shape)}.",
                 f"The layout has {layout.get(name, 'no tensor of this name')}, once.",
-                "This is a defect of the caller: give the tensors that were announced.",
+                "This is a bug in the caller: pass the tensors that were announced.",
             )
         awaited.remove(name)
         file, start = places[name]
@@ -90,7 +90,7 @@ def _fill(
         raise CheckpointError(
             f"The stream ended without {', '.join(sorted(awaited)[:5])}.",
             f"The layout has {len(layout)} tensors.",
-            "This is a defect of the caller: give the tensors that were announced.",
+            "This is a bug in the caller: pass the tensors that were announced.",
         )
 
 

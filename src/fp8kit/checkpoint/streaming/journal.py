@@ -71,7 +71,7 @@ class UnfinishedConversion:
         if place.is_symlink():
             raise CheckpointError(
                 f"{place} is a symbolic link, to {os.readlink(place)}.",
-                "What is written there has to stay there.",
+                "What is written there must stay there.",
                 "Remove it, unless you know who put it there.",
             )
 

@@ -131,7 +131,7 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
     for argument, given in (("include", recipe.include), ("exclude", recipe.exclude)):
         patterns.check_patterns(argument, () if given is None else given, names)
     choice = Selection(Report(str(recipe.resolved)))
-    choice.report.notes.append(f"Layers are known from {facts.source}.")
+    choice.report.notes.append(f"Layers were identified by {facts.source}.")
     kept = {n: i for n, i in checkpoint.tensors.items() if n not in facts.repeated}
     choice.report.model_bytes_before = sum(i.nbytes for i in kept.values())
     merged = _merged(kept, layers, recipe)

@@ -59,7 +59,7 @@ class Recipe:
         if self.dtype is not None and self.dtype not in FLOATS:
             raise InvalidValue(
                 f"Got dtype {self.dtype} for what stays in high precision.",
-                f"It is one of {', '.join(str(d) for d in FLOATS)}.",
+                f"It must be one of {', '.join(str(d) for d in FLOATS)}.",
                 "Pass one of these, or None to keep what is on disk.",
             )
 
