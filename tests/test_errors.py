@@ -212,7 +212,7 @@ CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: fp8kit.save(converted(), "dir", max_shard_bytes=True),
          "Got max_shard_bytes=True. ... bytes ... Pass a positive number"),
         (lambda: fp8kit.load("dir", device=10**30),
-         "Got device=1000 ... this machine has ... Pass one of these"),
+         "Got device=1000 ... a device of this machine ... Pass one of these"),
         (lambda: workers_on(["cpu"], "2"),
          "Got '2' workers. ... 1 to 1024 do the work ... Leave it out"),
         (lambda: fp8kit.quantize_checkpoint("", "dir"),

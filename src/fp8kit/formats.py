@@ -337,7 +337,7 @@ class QTensor:
         if not isinstance(self.data, Tensor):
             raise InvalidType(
                 f"Got codes of type {type(self.data).__name__}.",
-                "They are an FP8 tensor, and their scales another.",
+                "They must be an FP8 tensor, and their scales another.",
                 "Pass both, or quantize numbers: fp8kit.quantize(x).",
             )
         fp8_format(self.data.dtype)

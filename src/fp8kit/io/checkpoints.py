@@ -103,7 +103,7 @@ def quantize_checkpoint(
     if runner is not None and not callable(runner):
         raise InvalidType(
             f"Got runner={runner!r:.80}.",
-            "It is a function that carries out the work.",
+            "It must be a function that carries out the work.",
             "Pass fp8kit.ray_runner(), or leave it out for threads of this process.",
         )
     destination = as_path(destination, "the destination")

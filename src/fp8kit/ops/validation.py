@@ -182,7 +182,7 @@ def check_size(name: str, value: object) -> None:
     if not isinstance(value, torch.SymInt | numbers.Integral) or value < 0:
         raise InvalidValue(
             f"Got {name}={value!r:.80}.",
-            "It is a whole number, 0 or more.",
+            "It must be a whole number, 0 or more.",
             "Pass an int.",
         )
 
@@ -198,7 +198,7 @@ def check_precision(dtype: object) -> None:
     kind = InvalidValue if isinstance(dtype, torch.dtype) else InvalidType
     raise kind(
         f"Got dtype={dtype!r:.80}.",
-        "It is the high precision of the model: bfloat16, float16 or float32.",
+        "It must be the high precision of the model: bfloat16, float16 or float32.",
         remedy,
     )
 
