@@ -691,6 +691,16 @@ def test_a_trace_takes_other_rows(unchanging: bool) -> None:
             assert_bits_equal(traced(other), model(other))
 
 
+@pytest.mark.parametrize("unchanging", [True, False])
+def test_what_is_no_tensor(unchanging: bool) -> None:
+    layers = siblings(torch.device("cpu"))
+    SharedInput(layers, unchanging)
+    for other in ([1.0], None):
+        for layer in layers:
+            with pytest.raises(TypeError, match="It must be a bfloat16, float16 or float32 tensor"):
+                layer(other)
+
+
 def test_shared_under_vmap(device: torch.device) -> None:
     layers = siblings(device)
     x = tokens(device)

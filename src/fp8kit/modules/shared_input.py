@@ -113,7 +113,8 @@ class SharedInput:
         waiting = self._take(member, x)
         if waiting is not None:
             return waiting
-        leads = self._refs[0]() is member and (self.unchanging or not x.is_inference())
+        counted = self.unchanging or (isinstance(x, Tensor) and not x.is_inference())
+        leads = self._refs[0]() is member and counted
         # a trace would keep the rows of this input for all inputs
         members = self.members if leads and not jit_tracing() else []
         leads = bool(members) and not any(map(arrives_with_its_call, members))
