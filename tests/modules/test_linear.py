@@ -342,6 +342,20 @@ def test_input_gradient_of_the_layer(scheme: str, device: torch.device) -> None:
     assert layer.weight.grad is None
 
 
+@pytest.mark.parametrize("shapes", [((2, K), (3, K)), ((1, 4, K), (5, 4, K))])
+def test_jagged_inputs(shapes: tuple[tuple[int, ...], ...], device: torch.device) -> None:
+    layer = layer_of(device=device)
+    parts = [torch.randn(shape, device=device) for shape in shapes]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    y = layer(x)
+    assert [len(part) for part in y.unbind()] == [len(part) for part in parts]
+    assert_bits_equal(y.values().detach(), layer(torch.cat(parts)).detach())
+    back = fp8kit.Fp8Linear.from_linear(nn.Linear(N, K, device=device))
+    (x + back(y)).values().sum().backward()  # both have the same rows
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
 def test_repr_names_the_scheme() -> None:
     text = repr(layer_of("FP8_BLOCK"))
     assert "in_features=200, out_features=96, bias=True, scheme=FP8_BLOCK" in text

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
+from torch.nested._internal import nested_tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8kit.errors import CheckpointError
@@ -40,6 +41,7 @@ from fp8kit.runtime.replay_cache import Options, ReplayCache
 from fp8kit.runtime.weight_hazards import invalidate, version
 
 _is_compiling = torch.compiler.is_compiling  # bound once, as every call asks
+_Jagged: Any = nested_tensor.NestedTensor
 _FROZEN = ("weight", "weight_scale", "weight_exponents", "input_scale")
 
 
@@ -194,13 +196,14 @@ class Fp8Linear(nn.Linear):
         """Compute ``[..., N]`` from ``[..., K]``.
 
         Args:
-            input: bf16, fp16 or fp32; or codes as the scheme has them, from ``fp8kit.quantize``.
+            input: bf16, fp16 or fp32, also jagged; or codes as the scheme has them, from
+                ``fp8kit.quantize``.
 
         Returns:
             In ``out_dtype``, else the dtype of ``input`` (or autocast's; ``compute_dtype``).
         """
-        if isinstance(input, (Proxy, QTensor)):
-            y: Tensor = self._of_codes_or_proxy(input)
+        if isinstance(input, (Proxy, QTensor, _Jagged)):
+            y: Tensor = self._of_others(input)
             return y
         if self.original_weight is not None:
             follow_original(self)
@@ -312,12 +315,14 @@ class Fp8Linear(nn.Linear):
         self.original_weight = original_weight
         self._quantized_from = (original_weight, version(original_weight))
 
-    def _of_codes_or_proxy(self, x: Proxy | QTensor) -> Any:
-        """Multiply codes; of a proxy make one call of this module in a graph of ``torch.fx``."""
+    def _of_others(self, x: Any) -> Any:
+        """Multiply codes, or a jagged tensor; of a proxy make one call in a ``torch.fx`` graph."""
         if isinstance(x, QTensor):
             return self.multiply(layer_options.row_codes(self, x))
-        tracer: Any = x.tracer
-        return tracer.create_proxy("call_module", tracer.path_of_module(self), (x,), {})
+        if isinstance(x, _Jagged):
+            rows = self.forward(x.values())
+            return torch.nested.nested_tensor_from_jagged(rows, x.offsets(), x.lengths())
+        return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x,), {})
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Put the options together when one is set, and not at every call."""
