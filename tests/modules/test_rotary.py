@@ -254,6 +254,14 @@ def renamed(forward: Callable[..., Any], used: list[str]) -> Callable[..., Any]:
     return decorated
 
 
+def test_a_call_changes_no_pickle() -> None:
+    model = converted()
+    before = pickle.dumps(rotating(model)[0].forward)
+    with torch.no_grad():
+        model(IDS)
+    assert pickle.dumps(rotating(model)[0].forward) == before
+
+
 def test_decorators_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = recorded_calls.install(monkeypatch).calls
     used: list[str] = []

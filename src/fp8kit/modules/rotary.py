@@ -51,7 +51,7 @@ class RotaryForward(ModuleForward, ClassForward):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the function that is made here, which has no name."""
-        return {**super().__getstate__(), "_fused": None}
+        return {n: v for n, v in super().__getstate__().items() if n != "_fused"}
 
 
 class _Rotary:
