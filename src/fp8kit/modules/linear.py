@@ -244,7 +244,7 @@ class Fp8Linear(nn.Linear):
         """Compute ``[..., N]`` from the codes of an input that is known to fit."""
         if self.original_weight is not None:
             follow_original(self)
-        inputs, options = operators.split(codes, self._options)
+        inputs, options = operators.call_of_codes(codes, self._options)
         constants = self.operands()[:3]
         if _is_compiling():
             return operators.codes_registered(*inputs, *constants, *options)

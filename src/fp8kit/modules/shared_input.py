@@ -185,7 +185,7 @@ class SharedInput:
     def _from_codes(self, member: Fp8Linear, pending: _Pending, codes: RowCodes) -> Tensor:
         few = self._refs[0]() is member and codes.data.shape[0] <= MOST_JOINED_ROWS
         members = self.members if few else []
-        inputs, options = operators.split(codes, member.options())
+        inputs, options = operators.call_of_codes(codes, member.options())
         y = self._replay(operators.CODES, inputs, options, members) if few else None
         if y is None:
             member.check_input(pending.x)

@@ -53,7 +53,7 @@ def quantized_input(operands: ExpertOperands, problem: ExpertsProblem) -> Input:
         x = (x.unsqueeze(1) * weights.unsqueeze(2).to(x.dtype)).flatten(0, 1)
         fan = 1
     settings = (problem.w_dtype, operands.w13.input_scale, None, problem.scale_rounding)
-    return Input(*bodies.quantize_rows(x, problem.x_group, *settings), fan)
+    return Input(*bodies.quantize_input(x, problem.x_group, *settings), fan)
 
 
 def quantized_intermediate(
@@ -64,7 +64,7 @@ def quantized_intermediate(
     if group is None:
         return h.to(problem.x_dtype), None
     settings = (problem.w_dtype, input_scale, None, problem.intermediate_rounding)
-    return bodies.quantize_rows(h, group, *settings)
+    return bodies.quantize_input(h, group, *settings)
 
 
 def looping(multiply: Multiply, **answers: Any) -> MoeBackend:

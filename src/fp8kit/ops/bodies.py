@@ -138,12 +138,12 @@ def linear(
         values = MatmulOperands(rows, None, w, w_scale, bias)
         y = matmul.quantize_in_gemm(values, problem, min_scale(group, w.dtype, "activation"))
     if y is None:
-        data, scale = quantize_rows(rows, group, w.dtype, input_scale, scale_ub, scale_rounding)
+        data, scale = quantize_input(rows, group, w.dtype, input_scale, scale_ub, scale_rounding)
         y = matmul.run(MatmulOperands(data, scale, w, w_scale, bias), problem)
     return reshaped(y, shape)
 
 
-def quantize_rows(
+def quantize_input(
     rows: Tensor,
     group: GroupShape | None,
     dtype: torch.dtype,

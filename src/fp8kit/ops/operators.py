@@ -95,7 +95,7 @@ class RowCodes:
     dtype: torch.dtype
 
 
-def split(codes: RowCodes, options: Options) -> tuple[tuple[Tensor, Tensor], Options]:
+def call_of_codes(codes: RowCodes, options: Options) -> tuple[tuple[Tensor, Tensor], Options]:
     """Return inputs and options of ``CODES``; ``options`` are those of ``LINEAR`` for a layer."""
     _, w_group, _, accum, batch_invariant, out_dtype = options
     group = (codes.group.rows, codes.group.cols)

@@ -86,7 +86,7 @@ class Operands:
         """Quantize the input as the layer does."""
         activation, dtype = self.scheme.activation, self.scheme.dtype
         how = (self.input_scale, None, self.rounding)
-        return bodies.quantize_rows(self.x, activation, dtype, *how)
+        return bodies.quantize_input(self.x, activation, dtype, *how)
 
     def layer(self, backend: str, configuration: str = "") -> Callable[[int], Tensor]:
         """Return the whole layer by one backend: quantize the input, multiply by copy ``i``."""

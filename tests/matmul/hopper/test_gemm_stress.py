@@ -184,7 +184,7 @@ class Product:
     def quantized(self, i: int) -> tuple[Tensor, Tensor]:
         """Quantize input ``i`` as layers do."""
         group, dtype = self.groups[0], torch.float8_e4m3fn
-        data, scale = bodies.quantize_rows(self.xs[i], group, dtype, None, None, "exact")
+        data, scale = bodies.quantize_input(self.xs[i], group, dtype, None, None, "exact")
         assert scale is not None
         return data, scale
 
@@ -316,7 +316,7 @@ def test_ten_thousand_split_products_of_triton_on_two_streams_are_right(
     def product(i: int) -> Tensor:
         x, scale = xs[i], None
         if group is not None:
-            x, scale = bodies.quantize_rows(x, group, torch.float8_e4m3fn, None, None, "exact")
+            x, scale = bodies.quantize_input(x, group, torch.float8_e4m3fn, None, None, "exact")
         return triton_gemm.run(MatmulOperands(x, scale, w.data, w.scale), problem)
 
     exact_w = fp8kit.dequantize(w)
