@@ -627,6 +627,9 @@ def test_with_an_unfit_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fp8kit.integrations.transformers", None)
     with pytest.raises(ImportError, match=r"Transformers is unfit: import of fp8kit"):
         load(NANO, scheme="FP8_DYNAMIC")
+    model = AutoModelForCausalLM.from_pretrained(NANO)
+    assert load(NANO, model, scheme="FP8_DYNAMIC") is model  # a model of one's own needs none
+    assert any(isinstance(module, Fp8Linear) for module in model.modules())
 
 
 def test_with_a_transformers_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

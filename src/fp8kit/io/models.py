@@ -199,8 +199,7 @@ def load(
         if scheme is not None and checkpoint.spec is None:
             plan_options = into_module.PlanOptions(scheme, include, exclude, strict)
         with bare(model) as inner:
-            if is_transformers(inner):
-                checkpoint = integration().in_model(checkpoint, inner)
+            checkpoint = _named_as_in(inner, checkpoint)
             filled = into_module.fill(inner, checkpoint, plan_options, missing=missing, **options)
             _finish(checkpoint, inner)
     for note in _notes(checkpoint, filled):
@@ -261,6 +260,18 @@ def accepted(checkpoint: Checkpoint, quantization: JsonObject, kinds: Kinds) -> 
         warnings.warn(f"That Transformers loads the result is not checked: {error}", stacklevel=3)
         return quantization
     found: JsonObject = hf.accepted(partial(hf.skeleton, checkpoint), quantization, kinds)
+    return found
+
+
+def _named_as_in(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint under the names of a model; Transformers knows them of its own."""
+    if not is_transformers(model):
+        return checkpoint
+    try:
+        hf = integration()
+    except ImportError:  # of an older Transformers, which takes what has its names
+        return checkpoint
+    found: Checkpoint = hf.in_model(checkpoint, model)
     return found
 
 
