@@ -24,6 +24,7 @@ from fp8kit.checkpoint.cache_scales import keep_cache_scales
 from fp8kit.checkpoint.dialects.by_layer import scheme_of_plain
 from fp8kit.checkpoint.loading.into_module import Filled
 from fp8kit.checkpoint.loading.merged_weights import not_finite
+from fp8kit.checkpoint.schema.decoding import beyond_fp16
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import experts_of, named
 from fp8kit.checkpoint.schema.targets import output_heads
@@ -121,11 +122,7 @@ def _refuse_infinities(model: PreTrainedModel) -> None:
     """Refuse what a cast to fp16, which Transformers makes by itself, has made infinite."""
     halves = {n: p for n, p in model.named_parameters() if p.dtype is torch.float16}
     if beyond := [name for name, p in halves.items() if p.isinf().any()]:
-        raise CheckpointError(
-            f"{some_of(beyond)} have numbers beyond 65504.",
-            "float16 makes infinities of them.",
-            "Take bfloat16, which holds them: dtype=torch.bfloat16.",
-        )
+        raise beyond_fp16(f"{some_of(beyond)} have")
 
 
 def in_model(checkpoint: Checkpoint, model: Any) -> Checkpoint:

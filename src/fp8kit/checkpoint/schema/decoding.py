@@ -128,9 +128,14 @@ def cast_numbers(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         return found
     over = int((found.isinf() & value.isfinite()).sum())
     if over:
-        raise CheckpointError(
-            f"{name} has {over} of {value.numel()} numbers beyond 65504.",
-            "float16 would make infinities of them.",
-            "Take bfloat16, which holds them: dtype=torch.bfloat16.",
-        )
+        raise beyond_fp16(f"{name} has {over} of {value.numel()}")
     return found
+
+
+def beyond_fp16(names_have: str) -> CheckpointError:
+    """Return the error of numbers that fp16 makes infinite; of whose, the caller says."""
+    return CheckpointError(
+        f"{names_have} numbers beyond 65504.",
+        "float16 would make infinities of them.",
+        "Take bfloat16, which holds them: dtype=torch.bfloat16.",
+    )

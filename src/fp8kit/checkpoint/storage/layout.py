@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
@@ -48,13 +47,13 @@ def plan_shards(
     layout: Layout,
     max_shard_bytes: int,
     stem: str = "model",
-    metadata: Mapping[str, str] = MappingProxyType({}),
+    metadata: Mapping[str, str] | None = None,
 ) -> list[Shard]:
     """Divide tensors into files; those of one module, such as weight and scale, stay together.
 
     A file ends before it exceeds ``max_shard_bytes``; one alone is ``<stem>.safetensors``. Each has
-    the texts of ``metadata`` in its header. Raises
-    ``ValueError`` if that is no positive number, ``CheckpointError`` for what no file can hold.
+    the texts of ``metadata`` in its header. Raises ``ValueError`` if the size is no positive
+    number, ``CheckpointError`` for what no file can hold.
     """
     for name, (dtype, _) in layout.items():
         if dtype not in _NAMES or not name.isprintable():
@@ -85,7 +84,7 @@ def plan_shards(
     count = len(parts)
     files = [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     return [
-        _shard(file, names, layout, metadata)
+        _shard(file, names, layout, metadata or {})
         for file, names in zip(files if count > 1 else [f"{stem}.safetensors"], parts, strict=True)
     ]
 
