@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import fp8kit
 from fp8kit.modules.decoder_layer import FLOWS, ResidualForward, find_flow
-from fp8kit.modules.norm_formula import NormFormula
+from fp8kit.modules.fused_producers import FusedNorm
 from numerics import assert_bits_equal, relative_error
 from tiny_experts import SIZES
 
@@ -35,14 +35,15 @@ pytestmark = pytest.mark.usefixtures("fuses_on_cpu")
 def sums(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Collect the sums that were normed and quantized in the pass that made them."""
     seen: list[Tensor] = []
-    add_codes = NormFormula.add_codes
+    add = FusedNorm.add
 
-    def counted(self: NormFormula, *args: Any) -> Any:
-        q, total = add_codes(self, *args)
-        seen.append(total)
-        return q, total
+    def counted(self: FusedNorm, *args: Tensor) -> Tensor:
+        total = add(self, *args)
+        if self._prepared:
+            seen.append(total)
+        return total
 
-    monkeypatch.setattr(NormFormula, "add_codes", counted)
+    monkeypatch.setattr(FusedNorm, "add", counted)
     return seen
 
 

@@ -27,7 +27,7 @@ from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.norm_formula import NormFormula, activation_codes, takes_codes
 from fp8kit.modules.parameters import any_trained, deepcopied
 from fp8kit.modules.shared_input import SharedInput
-from fp8kit.ops.operators import RowCodes
+from fp8kit.ops.operators import CodesCall, RowCodes
 from fp8kit.ops.transforms import is_transformed
 from fp8kit.runtime.replay_cache import ReplayCache, jit_tracing
 
@@ -121,11 +121,20 @@ class Consumers:
         """Undo ``__getstate__``, also of a file from before, which has more."""
         self.__init__(state["group"], state["unchanged"])  # type: ignore[misc]
 
-    def hand_over(self, codes: RowCodes, x: Tensor) -> Tensor:
-        """Offer codes, and give the stand-in for the tensor like ``x`` that they were made from."""
-        stand_in = _nan(x.device, x.dtype).expand(x.shape)
+    def hand_over(self, codes: RowCodes) -> Tensor:
+        """Offer codes, and give what stands for the tensor that they were made from."""
+        stand_in = self.stand_in(codes)
         self.group.offer(stand_in, codes)
         return stand_in
+
+    def produce(self, replays: ReplayCache, call: CodesCall) -> list[Tensor]:
+        """Make codes and offer them; give what stands for their input, then the other results."""
+        stand_in = self.stand_in(call)
+        return [stand_in, *self.group.produce(stand_in, replays, call)]
+
+    def stand_in(self, codes: RowCodes | CodesCall) -> Tensor:
+        """Return what the layers are called with in the place of a tensor that is not written."""
+        return _nan(codes.inputs[0].device, codes.dtype).expand(codes.shape)
 
 
 class Fused(nn.Module):
@@ -245,7 +254,7 @@ class FusedNorm(Producer):
         super().__init__(norm, consumers)
         self.formula = formula
         # one at most; a list, because to set an attribute of a module takes microseconds
-        self._prepared: list[tuple[Tensor, RowCodes]] = []
+        self._prepared: list[tuple[Tensor, Tensor]] = []
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Norm ``[..., K]``: the normed tensor, or what stands for it and its offered codes."""
@@ -256,14 +265,14 @@ class FusedNorm(Producer):
         if self._prepared:
             prepared = self._prepared[:]  # another thread may take it meanwhile
             self._prepared.clear()
-            for total, codes in prepared:
+            for total, stand_in in prepared:
                 if total is x:
-                    return self.consumers.hand_over(codes, x)
+                    return stand_in
         if not (self.may_offer(x) and self.formula.takes(x, self)):
             normed: Tensor = self.unfused(x)
             return normed
-        codes = self.formula.codes(self.replays, x, self, self.consumers.scheme)
-        return self.consumers.hand_over(codes, x)
+        call = self.formula.codes((x,), self, self.consumers.scheme)
+        return self.consumers.produce(self.replays, call)[0]
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add two tensors whose sum this norm is called with next, unchanged.
@@ -274,9 +283,9 @@ class FusedNorm(Producer):
         fusable = self.formula.kind == "rms_norm" and self.formula.takes(x, self) and alike
         if not (fusable and self.may_offer(x, residual)):
             return residual + x
-        scheme = self.consumers.scheme
-        codes, total = self.formula.add_codes(self.replays, x, residual, self, scheme)
-        self._prepared[:] = [(total, codes)]
+        call = self.formula.codes((x, residual), self, self.consumers.scheme)
+        stand_in, total = self.consumers.produce(self.replays, call)
+        self._prepared[:] = [(total, stand_in)]
         return total
 
 
@@ -295,8 +304,8 @@ class FusedActivation(Producer):
         if not self.may_offer(input):
             y: Tensor = self.unfused(input)
             return y
-        codes = activation_codes(self.replays, self.kind, input, None, self.consumers.scheme)
-        return self.consumers.hand_over(codes, input)
+        call = activation_codes(self.kind, input, None, self.consumers.scheme)
+        return self.consumers.produce(self.replays, call)[0]
 
 
 class FusedGatedMlp(Fused):
@@ -329,7 +338,7 @@ class FusedGatedMlp(Fused):
             y: Tensor = self.unfused(x)
             return y
         gate, up = gate_proj(x), up_proj(x)
-        return down.multiply(activation_codes(self.replays, self.kind, gate, up, down.scheme))
+        return down.multiply(activation_codes(self.kind, gate, up, down.scheme))
 
 
 def may_fuse(module: nn.Module, *inputs: Tensor) -> bool:

@@ -27,13 +27,21 @@ from torch.utils import dlpack
 
 from fp8kit.modules.hooks import arrives_with_its_call, is_watched
 from fp8kit.modules.joining import MOST_JOINED_ROWS, can_join, can_share, may_move
+from fp8kit.modules.kept_weight import follow_original
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import any_trained
 from fp8kit.modules.tracing import constant_in_graphs
 from fp8kit.ops import operators
-from fp8kit.ops.operators import RowCodes
+from fp8kit.ops.operators import CodesCall, RowCodes
 from fp8kit.runtime.joined_memory import as_one
-from fp8kit.runtime.replay_cache import Operator, Options, ReplayCache, is_traced, jit_tracing
+from fp8kit.runtime.replay_cache import (
+    Operands,
+    Operator,
+    Options,
+    ReplayCache,
+    is_traced,
+    jit_tracing,
+)
 from fp8kit.runtime.weight_hazards import invalidate, join, version
 
 _JOINED_DEVICES = ("cpu", "cuda")  # where memory changes hands by DLPack, both ways
@@ -182,10 +190,47 @@ class SharedInput:
         everyone: _Results = {id(m): (None, _OFFERED) for m in self.members}
         self._pending = _Pending(stand_in, _input_state(stand_in), everyone, codes)
 
+    def produce(self, stand_in: Tensor, replays: ReplayCache, call: CodesCall) -> list[Tensor]:
+        """Offer what a call makes of an input that ``stand_in`` stands for; give the other results.
+
+        With few rows those are products already: one recording holds the call and the product.
+        """
+        members = self.members
+        for member in members:
+            if member.original_weight is not None:
+                follow_original(member)
+        few = stand_in.numel() <= MOST_JOINED_ROWS * stand_in.shape[-1]
+        found = self._multiply_produced(stand_in, call, members) if few else None
+        if found is None:
+            codes, others = call.run(replays)
+            self.offer(stand_in, codes)
+            return others
+        y, *others = found
+        parts = zip(members, self._split(y, members), strict=True)
+        results: _Results = {id(m): (part, _OFFERED) for m, part in parts}
+        self._pending = _Pending(stand_in, _input_state(stand_in), results)
+        return others
+
+    def _multiply_produced(
+        self, stand_in: Tensor, call: CodesCall, members: Sequence[Fp8Linear]
+    ) -> list[Tensor] | None:
+        operator, first = operators.then_multiply(call.operator), members[0]
+        options = (call.options, operators.options_of_codes(call, first.options()))
+        found: list[Tensor] | None
+        found = self._replay(operator, call.inputs, options, members, call.constants)
+        if found is None:
+            self._watch_capture(call.inputs[0])
+            if not self._joins():
+                return None
+            call.check()
+            first.check_input(stand_in)
+            found = self._multiply(operator, call.inputs, options, call.constants)
+        return found
+
     def _from_codes(self, member: Fp8Linear, pending: _Pending, codes: RowCodes) -> Tensor:
         few = self._refs[0]() is member and codes.data.shape[0] <= MOST_JOINED_ROWS
         members = self.members if few else []
-        inputs, options = operators.call_of_codes(codes, member.options())
+        inputs, options = codes.inputs, operators.options_of_codes(codes, member.options())
         y = self._replay(operators.CODES, inputs, options, members) if few else None
         if y is None:
             member.check_input(pending.x)
@@ -292,30 +337,36 @@ class SharedInput:
         inputs: tuple[Tensor, ...],
         options: Options,
         members: Sequence[Fp8Linear],
-    ) -> Tensor | None:
+        before: Operands = (),
+    ) -> Any:
         """Repeat an earlier joined product; arguments as of ``_multiply``."""
         first, *others = members
         same, bound = first.options(), first.scale_ub
         for m in others:
             if m.options() != same or m.scale_ub != bound:
                 return None
-        y: Tensor | None = self.replays.replay(operator, inputs, _held(members), options)
-        return y
+        return self.replays.replay(operator, inputs, (*before, *_held(members)), options)
 
-    def _multiply(self, operator: Operator, inputs: tuple[Tensor, ...], options: Options) -> Tensor:
-        """Multiply an input, or its codes, by the joined weights.
+    def _multiply(
+        self,
+        operator: Operator,
+        inputs: tuple[Tensor, ...],
+        options: Options,
+        before: Operands = (),
+    ) -> Any:
+        """Multiply an input, its codes, or what makes them by the joined weights.
 
         The joined weight is another tensor at every call, and shares a counter of changes with its
         first part alone. So it is the parts whose state counts. Options are those for the first
-        member.
+        member; constants ``before`` the weight are those of what makes codes.
         """
         weight = join(self._joined("weight"), [m.codes for m in self.members])
         bias = None if self.members[0].bias is None else self._joined("bias")
-        constants: list[Tensor | None] = [weight, self._joined("weight_scale"), bias]
+        constants = [*before, weight, self._joined("weight_scale"), bias]
         if operator is operators.LINEAR:
             constants += [None, self.members[0].operands()[4]]
-        y: Tensor = self.replays.run(operator, inputs, constants, options, _held(self.members))
-        return y
+        guarded = (*before, *_held(self.members))
+        return self.replays.run(operator, inputs, constants, options, guarded)
 
     def _joined(self, name: str) -> Tensor:
         """Return what the members hold under a name as one tensor, moving it there if it has to."""
