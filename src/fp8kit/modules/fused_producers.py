@@ -14,7 +14,7 @@ import functools
 import math
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from fp8kit.formats import Scheme
 from fp8kit.modules.hooks import carry_hooks, is_watched
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.modules.norm_formula import NormFormula, activation_codes, takes_codes
+from fp8kit.modules.norm_formula import NormFormula, activation_codes, gated_codes, takes_codes
 from fp8kit.modules.parameters import any_trained, deepcopied
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops.operators import CodesCall, RowCodes
@@ -279,14 +279,20 @@ class FusedNorm(Producer):
 
         The norm of the sum is quantized in the same pass, and waits for that call.
         """
-        alike = (x.shape, x.dtype, x.device) == (residual.shape, residual.dtype, residual.device)
-        fusable = self.formula.kind == "rms_norm" and self.formula.takes(x, self) and alike
-        if not (fusable and self.may_offer(x, residual)):
+        call = self.codes_of_sum(x, residual)
+        if call is None:
             return residual + x
-        call = self.formula.codes((x, residual), self, self.consumers.scheme)
         stand_in, total = self.consumers.produce(self.replays, call)
         self._prepared[:] = [(total, stand_in)]
         return total
+
+    def codes_of_sum(self, x: Tensor, residual: Tensor) -> CodesCall | None:
+        """Return the call that adds, norms and quantizes, ``None`` if nothing may."""
+        alike = (x.shape, x.dtype, x.device) == (residual.shape, residual.dtype, residual.device)
+        fusable = self.formula.kind == "rms_norm" and self.formula.takes(x, self) and alike
+        if not (fusable and self.may_offer(x, residual)):
+            return None
+        return self.formula.codes((x, residual), self, self.consumers.scheme)
 
 
 class FusedActivation(Producer):
@@ -324,21 +330,42 @@ class FusedGatedMlp(Fused):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``[..., K]`` from ``[..., K]``."""
-        if not self.may_fuse(x):
-            same: Tensor = self.unfused(x)
-            return same
-        names = ("gate_proj", "up_proj", "down_proj", "act_fn")
-        gate_proj, up_proj, down, act_fn = map(self._modules.get, names)
-        assert gate_proj is not None
-        assert up_proj is not None
-        assert down is not None
-        known = activation_kind(act_fn or self.act_fn) == self.kind
-        known = known and (act_fn is None or not is_watched(act_fn))
-        if not (known and can_multiply(down)) or any_trained(gate_proj, up_proj, down):
+        layers = self._layers(x)
+        if layers is None:
             y: Tensor = self.unfused(x)
             return y
+        gate_proj, up_proj, down = layers
         gate, up = gate_proj(x), up_proj(x)
         return down.multiply(activation_codes(self.kind, gate, up, down.scheme))
+
+    def of_codes(self, call: CodesCall, group: SharedInput) -> list[Tensor] | None:
+        """Compute ``[..., K]`` from codes that a call makes for a group; add its other results.
+
+        All launches are one recording. ``None`` where that may not be.
+        """
+        layers = None if is_watched(self) else self._layers(*call.inputs)
+        if layers is None:
+            return None
+        gate, up, down = layers
+        members = group.members
+        if members != [gate, up]:
+            return None
+        return group.multiply(gated_codes(self.kind, call, members[0], down.scheme), down)
+
+    def _layers(self, *inputs: Tensor) -> tuple[nn.Module, nn.Module, Fp8Linear] | None:
+        """Return gate, up and down projection, ``None`` where the formula may not hold."""
+        if not self.may_fuse(*inputs):
+            return None
+        names = ("gate_proj", "up_proj", "down_proj", "act_fn")
+        gate, up, down, act_fn = map(self._modules.get, names)
+        known = activation_kind(act_fn or self.act_fn) == self.kind
+        if not known or (act_fn is not None and is_watched(act_fn)):
+            return None
+        assert gate is not None
+        assert up is not None
+        assert down is not None
+        may = can_multiply(down) and not any_trained(gate, up, down)
+        return (gate, up, cast(Fp8Linear, down)) if may else None
 
 
 def may_fuse(module: nn.Module, *inputs: Tensor) -> bool:

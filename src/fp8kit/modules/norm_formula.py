@@ -9,12 +9,14 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from fp8kit import fused
 from fp8kit.formats import GROUP128, ROW, GroupShape, QTensor, Scheme, min_scale
 from fp8kit.fused import arguments, operators
-from fp8kit.ops.operators import CodesCall, RowCodes
+from fp8kit.modules.linear import Fp8Linear
+from fp8kit.ops.operators import CodesCall, RowCodes, options_of_codes, then_multiply
 from fp8kit.ops.validation import default_rounding
 from fp8kit.quantizers.scale_layout import product_layout
 from fp8kit.runtime.replay_cache import Operands, Operator, Options, ReplayCache
@@ -110,6 +112,22 @@ def activation_codes(kind: str, gate: Tensor, up: Tensor | None, scheme: Scheme)
         (operators.ACTIVATION_ROWS, inputs, constants, (kind, *_target(scheme))),
         scheme,
         lambda: arguments.activation_arguments(kind, gate, up, target(scheme)),
+    )
+
+
+def gated_codes(kind: str, call: CodesCall, gate: Fp8Linear, scheme: Scheme) -> CodesCall:
+    """Return the call that activates what a joined gate and up projection make of another's codes.
+
+    Other results are the other's. ``kind`` is as of ``activation_codes``; ``gate`` is the first of
+    both layers, and ``scheme`` that of the layer which reads the codes.
+    """
+    product = options_of_codes(call, gate.options())
+    return call._replace(
+        operator=operators.then_activate(then_multiply(call.operator)),
+        options=(call.options, product, (kind, *_target(scheme))),
+        group=_group(scheme),
+        shape=torch.Size((*call.shape[:-1], gate.out_features)),
+        dtype=product[2],
     )
 
 

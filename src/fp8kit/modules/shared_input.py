@@ -61,7 +61,7 @@ class _Pending:
     """What the first sibling left: results by layer, or codes that each still multiplies."""
 
     x: Tensor
-    state: _State
+    state: _State | None  # not asked of a stand-in, which only known code has
     results: _Results
     codes: RowCodes | None = None
     values: Tensor | None = None  # of an input in host memory, where NumPy writes uncounted
@@ -167,7 +167,9 @@ class SharedInput:
     def _take(self, member: Fp8Linear, x: Tensor) -> Tensor | None:
         """Hand out a result that waits for exactly this call; nothing may have changed since."""
         pending = self._pending
-        if pending is None or pending.x is not x or pending.state != _input_state(x):
+        if pending is None or pending.x is not x:
+            return None
+        if pending.state is not None and pending.state != _input_state(x):
             return None
         if pending.values is not None and not torch.equal(pending.values, x):
             return None
@@ -195,36 +197,42 @@ class SharedInput:
 
         With few rows those are products already: one recording holds the call and the product.
         """
-        members = self.members
-        for member in members:
-            if member.original_weight is not None:
-                follow_original(member)
-        few = stand_in.numel() <= MOST_JOINED_ROWS * stand_in.shape[-1]
-        found = self._multiply_produced(stand_in, call, members) if few else None
+        found = self.multiply(call)
         if found is None:
             codes, others = call.run(replays)
             self.offer(stand_in, codes)
             return others
         y, *others = found
+        members = self.members
         parts = zip(members, self._split(y, members), strict=True)
         results: _Results = {id(m): (part, _OFFERED) for m, part in parts}
-        self._pending = _Pending(stand_in, _input_state(stand_in), results)
+        self._pending = _Pending(stand_in, None, results)
         return others
 
-    def _multiply_produced(
-        self, stand_in: Tensor, call: CodesCall, members: Sequence[Fp8Linear]
-    ) -> list[Tensor] | None:
-        operator, first = operators.then_multiply(call.operator), members[0]
-        options = (call.options, operators.options_of_codes(call, first.options()))
-        found: list[Tensor] | None
-        found = self._replay(operator, call.inputs, options, members, call.constants)
+    def multiply(self, call: CodesCall, last: Fp8Linear | None = None) -> list[Tensor] | None:
+        """Multiply codes of a call by the joined weights, in one recording; add its other results.
+
+        A call that does that itself makes codes for the ``last`` layer. ``None`` where rows are
+        many, or the weights cannot be joined.
+        """
+        members = self.members
+        if call.shape.numel() > MOST_JOINED_ROWS * call.shape[-1]:
+            return None
+        reader = members[0] if last is None else last
+        for layer in (*members, reader):
+            if layer.original_weight is not None:
+                follow_original(layer)
+        after = () if last is None else last.operands()[:3]
+        options = (call.options, operators.options_of_codes(call, reader.options()))
+        step = (operators.then_multiply(call.operator), call.inputs, options)
+        found: list[Tensor] | None = self._replay(*step, members, call.constants, after)
         if found is None:
             self._watch_capture(call.inputs[0])
             if not self._joins():
                 return None
             call.check()
-            first.check_input(stand_in)
-            found = self._multiply(operator, call.inputs, options, call.constants)
+            members[0].check_input(call.inputs[0])
+            found = self._multiply(*step, call.constants, after)
         return found
 
     def _from_codes(self, member: Fp8Linear, pending: _Pending, codes: RowCodes) -> Tensor:
@@ -338,6 +346,7 @@ class SharedInput:
         options: Options,
         members: Sequence[Fp8Linear],
         before: Operands = (),
+        after: Operands = (),
     ) -> Any:
         """Repeat an earlier joined product; arguments as of ``_multiply``."""
         first, *others = members
@@ -345,7 +354,7 @@ class SharedInput:
         for m in others:
             if m.options() != same or m.scale_ub != bound:
                 return None
-        return self.replays.replay(operator, inputs, (*before, *_held(members)), options)
+        return self.replays.replay(operator, inputs, (*before, *_held(members), *after), options)
 
     def _multiply(
         self,
@@ -353,19 +362,23 @@ class SharedInput:
         inputs: tuple[Tensor, ...],
         options: Options,
         before: Operands = (),
+        after: Operands = (),
     ) -> Any:
         """Multiply an input, its codes, or what makes them by the joined weights.
 
         The joined weight is another tensor at every call, and shares a counter of changes with its
         first part alone. So it is the parts whose state counts. Options are those for the first
-        member; constants ``before`` the weight are those of what makes codes.
+        member; constants ``before`` the weight are those of what makes codes, and those ``after``
+        it of what reads the product.
         """
         weight = join(self._joined("weight"), [m.codes for m in self.members])
         bias = None if self.members[0].bias is None else self._joined("bias")
+        constants: list[Tensor | None]
         constants = [*before, weight, self._joined("weight_scale"), bias]
         if operator is operators.LINEAR:
             constants += [None, self.members[0].operands()[4]]
-        guarded = (*before, *_held(self.members))
+        constants += after
+        guarded = (*before, *_held(self.members), *after)
         return self.replays.run(operator, inputs, constants, options, guarded)
 
     def _joined(self, name: str) -> Tensor:
