@@ -82,8 +82,8 @@ def cases(
     found["F.linear siblings"] = lambda: [F.linear(x, dense.weight) for _ in range(SIBLINGS)]
     norm = nn.RMSNorm(x.shape[1], device=x.device, dtype=x.dtype).requires_grad_(False)
     for scheme in ("FP8_DYNAMIC", "FP8_BLOCK"):
-        how = (ReplayCache(), x, norm, layers[scheme].scheme)
-        found[f"{scheme} norm"] = lambda h=how: RMS.codes(*h)
+        replays, how = ReplayCache(), ((x,), norm, layers[scheme].scheme)
+        found[f"{scheme} norm"] = lambda r=replays, h=how: RMS.codes(*h).run(r)
         members = [fp8kit.Fp8Linear.from_linear(dense, scheme) for _ in range(SIBLINGS)]
         group = SharedInput(members, unchanging=True)
         codes, stand_in = members[0].quantize_input(x), x.expand(x.shape)
@@ -91,6 +91,12 @@ def cases(
         found[f"{scheme} siblings from codes"] = lambda g=group, m=members, c=codes, s=stand_in: (
             g.offer(s, c),
             [layer(s) for layer in m],
+        )
+        found[f"{scheme} siblings behind a norm"] = (
+            lambda g=group, m=members, s=stand_in, r=replays, h=how: (
+                g.produce(s, r, RMS.codes(*h)),
+                [layer(s) for layer in m],
+            )
         )
     return found
 

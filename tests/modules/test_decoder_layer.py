@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,8 +24,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import fp8kit
 from fp8kit.modules.decoder_layer import FLOWS, ResidualForward, find_flow
-from fp8kit.modules.norm_formula import NormFormula
+from fp8kit.modules.fused_producers import FusedNorm
+from fp8kit.ops.operators import CodesCall
 from numerics import assert_bits_equal, relative_error
+from recorded_calls import install
 from tiny_experts import SIZES
 
 PLAIN, SANDWICH = FLOWS
@@ -32,17 +35,17 @@ pytestmark = pytest.mark.usefixtures("fuses_on_cpu")
 
 
 @pytest.fixture
-def sums(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Collect the sums that were normed and quantized in the pass that made them."""
-    seen: list[Tensor] = []
-    add_codes = NormFormula.add_codes
+def sums(monkeypatch: pytest.MonkeyPatch) -> list[CodesCall]:
+    """Collect the calls that add, norm and quantize in one pass."""
+    seen: list[CodesCall] = []
+    codes_of_sum = FusedNorm.codes_of_sum
 
-    def counted(self: NormFormula, *args: Any) -> Any:
-        q, total = add_codes(self, *args)
-        seen.append(total)
-        return q, total
+    def counted(self: FusedNorm, *args: Tensor) -> CodesCall | None:
+        call = codes_of_sum(self, *args)
+        seen.extend([] if call is None else [call])
+        return call
 
-    monkeypatch.setattr(NormFormula, "add_codes", counted)
+    monkeypatch.setattr(FusedNorm, "codes_of_sum", counted)
     return seen
 
 
@@ -57,7 +60,7 @@ def run(model: nn.Module, **options: bool) -> Any:
         return model(input_ids=torch.arange(17, device=device)[None], **options)
 
 
-def test_every_layer_adds_once(device: torch.device, sums: list[Tensor]) -> None:
+def test_every_layer_adds_once(device: torch.device, sums: list[CodesCall]) -> None:
     together = llama(device)
     separate = copy.deepcopy(together)
     fp8kit.convert(separate, fuse="none")
@@ -82,7 +85,7 @@ def test_hidden_states_are_still_recorded(device: torch.device) -> None:
         assert relative_error(a, b) < 0.02
 
 
-def test_copies_belong_to_themselves(device: torch.device, sums: list[Tensor]) -> None:
+def test_copies_belong_to_themselves(device: torch.device, sums: list[CodesCall]) -> None:
     model = llama(device)
     fp8kit.convert(model)
     expected = run(model).logits
@@ -95,7 +98,7 @@ def test_copies_belong_to_themselves(device: torch.device, sums: list[Tensor]) -
 
 
 @pytest.mark.parametrize("watched", ["norm", "mlp", "gate_proj"])
-def test_hooks_stop_it(watched: str, device: torch.device, sums: list[Tensor]) -> None:
+def test_hooks_stop_it(watched: str, device: torch.device, sums: list[CodesCall]) -> None:
     model = llama(device)
     fp8kit.convert(model)
     expected = run(model).logits
@@ -110,7 +113,7 @@ def test_hooks_stop_it(watched: str, device: torch.device, sums: list[Tensor]) -
     assert relative_error(found, expected) < 0.02
 
 
-def test_a_setting_that_changed_counts(device: torch.device, sums: list[Tensor]) -> None:
+def test_a_setting_that_changed_counts(device: torch.device, sums: list[CodesCall]) -> None:
     torch.manual_seed(0)
     model = GraniteForCausalLM(GraniteConfig(**SIZES)).to(device, torch.bfloat16).eval()
     fp8kit.convert(model)
@@ -122,7 +125,7 @@ def test_a_setting_that_changed_counts(device: torch.device, sums: list[Tensor])
     assert len(sums) == 2
 
 
-def test_gradients_flow(device: torch.device, sums: list[Tensor]) -> None:
+def test_gradients_flow(device: torch.device, sums: list[CodesCall]) -> None:
     model = llama(device)
     fp8kit.convert(model)
     x = torch.randn(1, 3, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -202,3 +205,71 @@ def test_a_forward_on_the_instance_is_kept() -> None:
     fp8kit.convert(model)
     assert layer.forward is mine
     assert isinstance(model.model.layers[1].forward, ResidualForward)
+
+
+def moved_weight(layer: Any) -> None:
+    layer.mlp.up_proj.weight.data = layer.mlp.gate_proj.weight.data.clone()
+
+
+def written_weight(layer: Any) -> None:
+    bits = layer.mlp.down_proj.weight.view(torch.uint8)
+    bits.copy_(bits.flip(0))
+
+
+def another_scale(layer: Any) -> None:
+    scale = layer.mlp.down_proj.weight_scale
+    layer.mlp.down_proj.weight_scale = nn.Parameter(scale * 2, requires_grad=False)
+
+
+def another_gain(layer: Any) -> None:
+    layer.post_attention_layernorm.weight = nn.Parameter(torch.full((128,), 0.5).bfloat16())
+
+
+def another_layer(layer: Any) -> None:
+    layer.mlp.down_proj = copy.deepcopy(layer.mlp.down_proj)
+    layer.mlp.down_proj.weight_scale.mul_(0.5)
+
+
+def dense_layer(layer: Any) -> None:
+    layer.mlp.down_proj = layer.mlp.down_proj.to_linear()
+
+
+def hook(layer: Any) -> None:
+    layer.mlp.down_proj.register_forward_pre_hook(lambda m, args: (args[0].clamp(-0.01, 0.01),))
+
+
+def another_activation(layer: Any) -> None:
+    layer.mlp.act_fn = nn.GELU()
+
+
+CHANGES = (
+    moved_weight,
+    written_weight,
+    another_scale,
+    another_gain,
+    another_layer,
+    dense_layer,
+    hook,
+    another_activation,
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_recorded_feed_forward_follows_its_layers(
+    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = install(monkeypatch).calls
+    model = llama(torch.device("cpu"))
+    fp8kit.convert(model)
+    before = [run(model).logits for _ in range(4)][-1]
+    calls.clear()
+    assert_bits_equal(run(model).logits, before)
+    assert not calls
+    with torch.no_grad():
+        for layer in model.model.layers:
+            change(layer)
+    fresh = copy.deepcopy(model)
+    expected = run(fresh).logits
+    assert not torch.equal(expected, before)
+    for _ in range(4):
+        assert_bits_equal(run(model).logits, expected)

@@ -107,13 +107,13 @@ def output(model: nn.Module, inputs: Inputs) -> Tensor:
 def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Collect what producers give instead of their result."""
     seen: list[Tensor] = []
-    hand_over = fused_producers.Consumers.hand_over
+    stand_in = fused_producers.Consumers.stand_in
 
     def counted(self: fused_producers.Consumers, *args: Any) -> Tensor:
-        seen.append(hand_over(self, *args))
+        seen.append(stand_in(self, *args))
         return seen[-1]
 
-    monkeypatch.setattr(fused_producers.Consumers, "hand_over", counted)
+    monkeypatch.setattr(fused_producers.Consumers, "stand_in", counted)
     return seen
 
 

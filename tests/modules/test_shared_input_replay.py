@@ -41,8 +41,8 @@ def x_of(rows: int = 3, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def operator(layer: fp8kit.Fp8Linear, x: Tensor | RowCodes) -> Tensor:
     """Compute by the registered operator, which nothing shortens."""
     if isinstance(x, RowCodes):
-        inputs, options = operators.call_of_codes(x, layer.options())
-        return operators.codes_registered(*inputs, *layer.operands()[:3], *options)
+        options = operators.options_of_codes(x, layer.options())
+        return operators.codes_registered(*x.inputs, *layer.operands()[:3], *options)
     return operators.linear_registered(x, *layer.operands(), *layer.options())
 
 

@@ -7,6 +7,7 @@ each schema are a ``Target``, in order; validation is the caller's (``fused``).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -171,3 +172,25 @@ def _in_rows(operator: Operator) -> Operator:
 
 
 RMS_NORM_ROWS, LAYER_NORM_ROWS, ACTIVATION_ROWS = map(_in_rows, (RMS_NORM, LAYER_NORM, ACTIVATION))
+
+
+@functools.cache
+def then_activate(product: Operator) -> Operator:
+    """Return an operator that activates, and quantizes in rows, what another multiplies.
+
+    The columns of the other's first result are those of the gate, then those of ``up``. Arguments
+    are those of the other, then the options of ``ACTIVATION_ROWS``. It gives codes, scale, and the
+    other's other results.
+    """
+
+    def chained(multiply: Callable[..., Any], activate: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> list[Tensor]:
+            *given, options = arguments
+            y, *others = multiply(*given)
+            gate, up = y.chunk(2, -1)
+            return [*activate(gate, up, *options), *others]
+
+        return call
+
+    body = chained(product.body, ACTIVATION_ROWS.body)
+    return Operator(body, chained(product.registered, ACTIVATION_ROWS.registered))

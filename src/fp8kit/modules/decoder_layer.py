@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fp8kit.modules.fused_producers import FusedNorm
+from fp8kit.modules.fused_producers import FusedGatedMlp, FusedNorm
 from fp8kit.modules.own_forward import ModuleForward, is_unchanged, set_forward, settings
 from fp8kit.modules.trials import on_trial, owned, set_training
 
@@ -45,15 +45,28 @@ class Flow:
         ``kwargs`` are all arguments of ``self_attn`` but the hidden states ``x [..., K]``.
         """
         children = layer._modules
-        attention, mlp = children["self_attn"], children["mlp"]
+        attention = children["self_attn"]
         assert attention is not None
-        assert mlp is not None
         y, _ = attention(hidden_states=_normed(children, self.before_attention, x), **kwargs)
         y = _normed(children, self.after_attention, y)
-        norm = children[self.before_mlp]
-        total = norm.add(y, x) if isinstance(norm, FusedNorm) else x + y
-        y = mlp(_normed(children, self.before_mlp, total))
+        y, total = self.feed_forward(layer, y, x) or self._separately(children, y, x)
         return total + _normed(children, self.after_mlp, y)
+
+    def feed_forward(self, layer: nn.Module, x: Tensor, residual: Tensor) -> list[Tensor] | None:
+        """Give ``mlp(norm(residual + x))`` and the sum, ``None`` where one call may not do both."""
+        norm, mlp = layer._modules[self.before_mlp], layer._modules["mlp"]
+        if not (isinstance(norm, FusedNorm) and isinstance(mlp, FusedGatedMlp)):
+            return None
+        call = norm.codes_of_sum(x, residual)
+        return None if call is None else mlp.of_codes(call, norm.consumers.group)
+
+    def _separately(
+        self, children: Mapping[str, nn.Module | None], x: Tensor, residual: Tensor
+    ) -> list[Tensor]:
+        norm, mlp = children[self.before_mlp], children["mlp"]
+        assert mlp is not None
+        total = norm.add(x, residual) if isinstance(norm, FusedNorm) else residual + x
+        return [mlp(_normed(children, self.before_mlp, total)), total]
 
 
 FLOWS = (

@@ -62,7 +62,7 @@ class FusedAdaptiveNorm(Producer):
         pair = (parts[cut.scale], parts[cut.shift])
         scheme = self.consumers.scheme
         codes = row_codes(self.formula.quantize(x, self.norm, scheme, pair), x, scheme)
-        stand_in = self.consumers.hand_over(codes, x)
+        stand_in = self.consumers.hand_over(codes)
         return (stand_in, *(parts[i] for i in cut.returned)) if cut.returned else stand_in
 
     def _is_plain(self, x: Tensor, emb: Tensor) -> bool:
@@ -108,7 +108,7 @@ class FusedFeedForward(Fused):
         h, up = first.proj(x), None
         if self.gated:
             up, h = h.chunk(2, dim=-1)
-        y = down.multiply(activation_codes(self.replays, self.kind, h, up, down.scheme))
+        y = down.multiply(activation_codes(self.kind, h, up, down.scheme))
         for module in rest:
             y = module(y)
         return y

@@ -14,7 +14,7 @@ import functools
 import math
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,10 @@ from torch.nn import functional as F
 from fp8kit.formats import Scheme
 from fp8kit.modules.hooks import carry_hooks, is_watched
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.modules.norm_formula import NormFormula, activation_codes, takes_codes
+from fp8kit.modules.norm_formula import NormFormula, activation_codes, gated_codes, takes_codes
 from fp8kit.modules.parameters import any_trained, deepcopied
 from fp8kit.modules.shared_input import SharedInput
-from fp8kit.ops.operators import RowCodes
+from fp8kit.ops.operators import CodesCall, RowCodes
 from fp8kit.ops.transforms import is_transformed
 from fp8kit.runtime.replay_cache import ReplayCache, jit_tracing
 
@@ -121,11 +121,20 @@ class Consumers:
         """Undo ``__getstate__``, also of a file from before, which has more."""
         self.__init__(state["group"], state["unchanged"])  # type: ignore[misc]
 
-    def hand_over(self, codes: RowCodes, x: Tensor) -> Tensor:
-        """Offer codes, and give the stand-in for the tensor like ``x`` that they were made from."""
-        stand_in = _nan(x.device, x.dtype).expand(x.shape)
+    def hand_over(self, codes: RowCodes) -> Tensor:
+        """Offer codes, and give what stands for the tensor that they were made from."""
+        stand_in = self.stand_in(codes)
         self.group.offer(stand_in, codes)
         return stand_in
+
+    def produce(self, replays: ReplayCache, call: CodesCall) -> list[Tensor]:
+        """Make codes and offer them; give what stands for their input, then the other results."""
+        stand_in = self.stand_in(call)
+        return [stand_in, *self.group.produce(stand_in, replays, call)]
+
+    def stand_in(self, codes: RowCodes | CodesCall) -> Tensor:
+        """Return what the layers are called with in the place of a tensor that is not written."""
+        return _nan(codes.inputs[0].device, codes.dtype).expand(codes.shape)
 
 
 class Fused(nn.Module):
@@ -245,7 +254,7 @@ class FusedNorm(Producer):
         super().__init__(norm, consumers)
         self.formula = formula
         # one at most; a list, because to set an attribute of a module takes microseconds
-        self._prepared: list[tuple[Tensor, RowCodes]] = []
+        self._prepared: list[tuple[Tensor, Tensor]] = []
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Norm ``[..., K]``: the normed tensor, or what stands for it and its offered codes."""
@@ -256,28 +265,34 @@ class FusedNorm(Producer):
         if self._prepared:
             prepared = self._prepared[:]  # another thread may take it meanwhile
             self._prepared.clear()
-            for total, codes in prepared:
+            for total, stand_in in prepared:
                 if total is x:
-                    return self.consumers.hand_over(codes, x)
+                    return stand_in
         if not (self.may_offer(x) and self.formula.takes(x, self)):
             normed: Tensor = self.unfused(x)
             return normed
-        codes = self.formula.codes(self.replays, x, self, self.consumers.scheme)
-        return self.consumers.hand_over(codes, x)
+        call = self.formula.codes((x,), self, self.consumers.scheme)
+        return self.consumers.produce(self.replays, call)[0]
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add two tensors whose sum this norm is called with next, unchanged.
 
         The norm of the sum is quantized in the same pass, and waits for that call.
         """
+        call = self.codes_of_sum(x, residual)
+        if call is None:
+            return residual + x
+        stand_in, total = self.consumers.produce(self.replays, call)
+        self._prepared[:] = [(total, stand_in)]
+        return total
+
+    def codes_of_sum(self, x: Tensor, residual: Tensor) -> CodesCall | None:
+        """Return the call that adds, norms and quantizes, ``None`` if nothing may."""
         alike = (x.shape, x.dtype, x.device) == (residual.shape, residual.dtype, residual.device)
         fusable = self.formula.kind == "rms_norm" and self.formula.takes(x, self) and alike
         if not (fusable and self.may_offer(x, residual)):
-            return residual + x
-        scheme = self.consumers.scheme
-        codes, total = self.formula.add_codes(self.replays, x, residual, self, scheme)
-        self._prepared[:] = [(total, codes)]
-        return total
+            return None
+        return self.formula.codes((x, residual), self, self.consumers.scheme)
 
 
 class FusedActivation(Producer):
@@ -295,8 +310,8 @@ class FusedActivation(Producer):
         if not self.may_offer(input):
             y: Tensor = self.unfused(input)
             return y
-        codes = activation_codes(self.replays, self.kind, input, None, self.consumers.scheme)
-        return self.consumers.hand_over(codes, input)
+        call = activation_codes(self.kind, input, None, self.consumers.scheme)
+        return self.consumers.produce(self.replays, call)[0]
 
 
 class FusedGatedMlp(Fused):
@@ -315,21 +330,42 @@ class FusedGatedMlp(Fused):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``[..., K]`` from ``[..., K]``."""
-        if not self.may_fuse(x):
-            same: Tensor = self.unfused(x)
-            return same
-        names = ("gate_proj", "up_proj", "down_proj", "act_fn")
-        gate_proj, up_proj, down, act_fn = map(self._modules.get, names)
-        assert gate_proj is not None
-        assert up_proj is not None
-        assert down is not None
-        known = activation_kind(act_fn or self.act_fn) == self.kind
-        known = known and (act_fn is None or not is_watched(act_fn))
-        if not (known and can_multiply(down)) or any_trained(gate_proj, up_proj, down):
+        layers = self._layers(x)
+        if layers is None:
             y: Tensor = self.unfused(x)
             return y
+        gate_proj, up_proj, down = layers
         gate, up = gate_proj(x), up_proj(x)
-        return down.multiply(activation_codes(self.replays, self.kind, gate, up, down.scheme))
+        return down.multiply(activation_codes(self.kind, gate, up, down.scheme))
+
+    def of_codes(self, call: CodesCall, group: SharedInput) -> list[Tensor] | None:
+        """Compute ``[..., K]`` from codes that a call makes for a group; add its other results.
+
+        All launches are one recording. ``None`` where that may not be.
+        """
+        layers = None if is_watched(self) else self._layers(*call.inputs)
+        if layers is None:
+            return None
+        gate, up, down = layers
+        members = group.members
+        if members != [gate, up]:
+            return None
+        return group.multiply(gated_codes(self.kind, call, members[0], down.scheme), down)
+
+    def _layers(self, *inputs: Tensor) -> tuple[nn.Module, nn.Module, Fp8Linear] | None:
+        """Return gate, up and down projection, ``None`` where the formula may not hold."""
+        if not self.may_fuse(*inputs):
+            return None
+        names = ("gate_proj", "up_proj", "down_proj", "act_fn")
+        gate, up, down, act_fn = map(self._modules.get, names)
+        known = activation_kind(act_fn or self.act_fn) == self.kind
+        if not known or (act_fn is not None and is_watched(act_fn)):
+            return None
+        assert gate is not None
+        assert up is not None
+        assert down is not None
+        may = can_multiply(down) and not any_trained(gate, up, down)
+        return (gate, up, cast(Fp8Linear, down)) if may else None
 
 
 def may_fuse(module: nn.Module, *inputs: Tensor) -> bool:

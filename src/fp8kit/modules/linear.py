@@ -35,7 +35,7 @@ from fp8kit.modules.parameters import (
 )
 from fp8kit.modules.tracing import traced
 from fp8kit.ops import operators, validation
-from fp8kit.ops.operators import RowCodes
+from fp8kit.ops.operators import CodesCall, RowCodes
 from fp8kit.runtime import settings
 from fp8kit.runtime.replay_cache import Options, ReplayCache
 from fp8kit.runtime.weight_hazards import invalidate, version
@@ -240,12 +240,17 @@ class Fp8Linear(nn.Linear):
         y: Tensor = self.replays.call(operators.LINEAR, (x,), constants, self._options)
         return y
 
-    def multiply(self, codes: RowCodes) -> Tensor:
-        """Compute ``[..., N]`` from the codes of an input that is known to fit."""
+    def multiply(self, codes: RowCodes | CodesCall) -> Tensor:
+        """Compute ``[..., N]`` from codes of an input that is known to fit, made or to be made."""
         if self.original_weight is not None:
             follow_original(self)
-        inputs, options = operators.call_of_codes(codes, self._options)
         constants = self.operands()[:3]
+        if isinstance(codes, CodesCall):
+            return codes.multiplied(self.replays, constants, self._options)[0]
+        inputs, options = (
+            (codes.data, codes.scale),
+            operators.options_of_codes(codes, self._options),
+        )
         if _is_compiling():
             return operators.codes_registered(*inputs, *constants, *options)
         y: Tensor = self.replays.call(operators.CODES, inputs, constants, options)

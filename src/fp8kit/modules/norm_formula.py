@@ -6,17 +6,20 @@ An eager call repeats the launches of an earlier one, see ``replay_cache``.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from fp8kit import fused
 from fp8kit.formats import GROUP128, ROW, GroupShape, QTensor, Scheme, min_scale
 from fp8kit.fused import arguments, operators
-from fp8kit.ops.operators import RowCodes
+from fp8kit.modules.linear import Fp8Linear
+from fp8kit.ops.operators import CodesCall, RowCodes, options_of_codes, then_multiply
 from fp8kit.ops.validation import default_rounding
 from fp8kit.quantizers.scale_layout import product_layout
-from fp8kit.runtime.replay_cache import Options, ReplayCache
+from fp8kit.runtime.replay_cache import Operands, Operator, Options, ReplayCache
 
 _FUSABLE = (ROW, GROUP128)
 
@@ -54,39 +57,36 @@ class NormFormula:
             x, weight, self.eps, weight_offset=offset, rounding=rounding, **how
         )
 
-    def codes(self, replays: ReplayCache, x: Tensor, norm: nn.Module, scheme: Scheme) -> RowCodes:
-        """Return the norm of ``x`` as the layers of a scheme read it.
+    def codes(self, inputs: tuple[Tensor, ...], norm: nn.Module, scheme: Scheme) -> CodesCall:
+        """Return the call that norms ``x`` as the layers of a scheme read it.
 
-        ``x`` is ``[..., K]``; ``norm`` holds the weight, and the bias of a layer norm. Raises
-        ``TypeError`` if ``x`` is not a float tensor, and ``ValueError`` if the weight does not fit
-        it.
+        ``inputs`` are ``x [..., K]``, or for an RMS norm also a residual like it: then it norms
+        their sum, which is another result. ``norm`` holds the weight, and the bias of a layer norm.
+        The call raises ``TypeError`` if ``x`` is not a float tensor, and ``ValueError`` if the
+        weight does not fit it.
         """
-        if self.kind == "rms_norm":
-            data, scale = self._rms_norm(replays, (x,), norm, scheme)
-            return _codes(data, scale, x, scheme)
         weight, bias = norm._parameters.get("weight"), norm._parameters.get("bias")
-        options = (self.eps, "stepwise", *_target(scheme))
-        call = (operators.LAYER_NORM_ROWS, (x,), (weight, bias, None, None), options)
-        found: list[Tensor] | None = replays.replay(*call)
-        if found is None:
-            settings = (self.eps, "stepwise")
-            arguments.layer_norm_arguments(x, weight, bias, None, settings, target(scheme))
-            found = replays.run(*call)
-        data, scale = found
-        return _codes(data, scale, x, scheme)
-
-    def add_codes(
-        self, replays: ReplayCache, x: Tensor, residual: Tensor, norm: nn.Module, scheme: Scheme
-    ) -> tuple[RowCodes, Tensor]:
-        """Return the RMS norm of ``residual + x``, and that sum; arguments as in ``codes``.
-
-        Shape, dtype and device of ``residual`` are those of ``x``.
-        """
-        data, scale, total = self._rms_norm(replays, (x, residual), norm, scheme)
-        return _codes(data, scale, x, scheme), total
+        x = inputs[0]
+        if self.kind == "rms_norm":
+            settings = (self.eps, self.weight_offset, self.rounding)
+            constants = (weight,) if len(inputs) > 1 else (None, weight)  # no residual
+            call = (operators.RMS_NORM_ROWS, inputs, constants, (*settings, *_target(scheme)))
+            assert weight is not None
+            return _codes(
+                call,
+                scheme,
+                lambda: arguments.rms_norm_arguments(x, None, weight, settings, target(scheme)),
+            )
+        how = (self.eps, "stepwise")
+        affine = (weight, bias, None, None)
+        return _codes(
+            (operators.LAYER_NORM_ROWS, inputs, affine, (*how, *_target(scheme))),
+            scheme,
+            lambda: arguments.layer_norm_arguments(x, weight, bias, None, how, target(scheme)),
+        )
 
     def normed(self, replays: ReplayCache, x: Tensor, norm: nn.Module) -> Tensor:
-        """Return the RMS norm of ``x`` itself; arguments as in ``codes``.
+        """Return the RMS norm of ``x`` itself.
 
         ``x`` has the columns of the weight, and rows that lie apart in two steps at most.
         """
@@ -95,43 +95,40 @@ class NormFormula:
         y: Tensor = replays.call(operators.RMS_NORMED, (x,), (weight,), settings)
         return y
 
-    def _rms_norm(
-        self, replays: ReplayCache, inputs: tuple[Tensor, ...], norm: nn.Module, scheme: Scheme
-    ) -> list[Tensor]:
-        weight = norm._parameters["weight"]
-        settings = (self.eps, self.weight_offset, self.rounding)
-        constants = (weight,) if len(inputs) > 1 else (None, weight)  # no residual
-        call = (operators.RMS_NORM_ROWS, inputs, constants, (*settings, *_target(scheme)))
-        found: list[Tensor] | None = replays.replay(*call)
-        if found is None:
-            assert weight is not None
-            arguments.rms_norm_arguments(inputs[0], None, weight, settings, target(scheme))
-            found = replays.run(*call)
-        return found
-
     def takes(self, x: Tensor, norm: nn.Module) -> bool:
         """Return whether the dtypes of input and weight are those the formula holds for."""
         weight = norm._parameters.get("weight")
         return self.kind == "layer_norm" or (weight is not None and x.dtype == weight.dtype)
 
 
-def activation_codes(
-    replays: ReplayCache, kind: str, gate: Tensor, up: Tensor | None, scheme: Scheme
-) -> RowCodes:
-    """Return ``act(gate) * up``, or ``act(gate)``, as the layers of a scheme read it.
+def activation_codes(kind: str, gate: Tensor, up: Tensor | None, scheme: Scheme) -> CodesCall:
+    """Return the call that computes ``act(gate) * up``, or ``act(gate)``, as layers read it.
 
-    ``kind`` is ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``; both tensors are ``[..., K]``. Raises
-    ``TypeError`` if one is not of a float dtype, and ``ValueError`` if their shapes differ.
+    ``kind`` is ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``; both tensors are ``[..., K]``. The call
+    raises ``TypeError`` if one is not of a float dtype, and ``ValueError`` if their shapes differ.
     """
-    options = (kind, *_target(scheme))
     inputs, constants = ((gate,), (None,)) if up is None else ((gate, up), ())
-    call = (operators.ACTIVATION_ROWS, inputs, constants, options)
-    found = replays.replay(*call)
-    if found is None:
-        arguments.activation_arguments(kind, gate, up, target(scheme))
-        found = replays.run(*call)
-    data, scale = found
-    return _codes(data, scale, gate, scheme)
+    return _codes(
+        (operators.ACTIVATION_ROWS, inputs, constants, (kind, *_target(scheme))),
+        scheme,
+        lambda: arguments.activation_arguments(kind, gate, up, target(scheme)),
+    )
+
+
+def gated_codes(kind: str, call: CodesCall, gate: Fp8Linear, scheme: Scheme) -> CodesCall:
+    """Return the call that activates what a joined gate and up projection make of another's codes.
+
+    Other results are the other's. ``kind`` is as of ``activation_codes``; ``gate`` is the first of
+    both layers, and ``scheme`` that of the layer which reads the codes.
+    """
+    product = options_of_codes(call, gate.options())
+    return call._replace(
+        operator=operators.then_activate(then_multiply(call.operator)),
+        options=(call.options, product, (kind, *_target(scheme))),
+        group=_group(scheme),
+        shape=torch.Size((*call.shape[:-1], gate.out_features)),
+        dtype=product[2],
+    )
 
 
 def takes_codes(scheme: Scheme) -> bool:
@@ -154,11 +151,16 @@ def target(scheme: Scheme) -> arguments.QuantizeOptions:
 
 def row_codes(q: QTensor, x: Tensor, scheme: Scheme) -> RowCodes:
     """View codes ``[..., K]`` that stand for a tensor like ``x`` as the rows that layers take."""
-    return _codes(*operators.rows_of(q.data, q.scale), x, scheme)
+    return RowCodes(*operators.rows_of(q.data, q.scale), _group(scheme), x.shape, x.dtype)
 
 
-def _codes(data: Tensor, scale: Tensor, x: Tensor, scheme: Scheme) -> RowCodes:
-    return RowCodes(data, scale, _group(scheme), x.shape, x.dtype)
+def _codes(
+    call: tuple[Operator, tuple[Tensor, ...], Operands, Options],
+    scheme: Scheme,
+    check: Callable[[], object],
+) -> CodesCall:
+    x = call[1][0]
+    return CodesCall(*call, _group(scheme), x.shape, x.dtype, check)
 
 
 def _group(scheme: Scheme) -> GroupShape:

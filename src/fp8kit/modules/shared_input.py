@@ -27,13 +27,21 @@ from torch.utils import dlpack
 
 from fp8kit.modules.hooks import arrives_with_its_call, is_watched
 from fp8kit.modules.joining import MOST_JOINED_ROWS, can_join, can_share, may_move
+from fp8kit.modules.kept_weight import follow_original
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import any_trained
 from fp8kit.modules.tracing import constant_in_graphs
 from fp8kit.ops import operators
-from fp8kit.ops.operators import RowCodes
+from fp8kit.ops.operators import CodesCall, RowCodes
 from fp8kit.runtime.joined_memory import as_one
-from fp8kit.runtime.replay_cache import Operator, Options, ReplayCache, is_traced, jit_tracing
+from fp8kit.runtime.replay_cache import (
+    Operands,
+    Operator,
+    Options,
+    ReplayCache,
+    is_traced,
+    jit_tracing,
+)
 from fp8kit.runtime.weight_hazards import invalidate, join, version
 
 _JOINED_DEVICES = ("cpu", "cuda")  # where memory changes hands by DLPack, both ways
@@ -53,7 +61,7 @@ class _Pending:
     """What the first sibling left: results by layer, or codes that each still multiplies."""
 
     x: Tensor
-    state: _State
+    state: _State | None  # not asked of a stand-in, which only known code has
     results: _Results
     codes: RowCodes | None = None
     values: Tensor | None = None  # of an input in host memory, where NumPy writes uncounted
@@ -159,7 +167,9 @@ class SharedInput:
     def _take(self, member: Fp8Linear, x: Tensor) -> Tensor | None:
         """Hand out a result that waits for exactly this call; nothing may have changed since."""
         pending = self._pending
-        if pending is None or pending.x is not x or pending.state != _input_state(x):
+        if pending is None or pending.x is not x:
+            return None
+        if pending.state is not None and pending.state != _input_state(x):
             return None
         if pending.values is not None and not torch.equal(pending.values, x):
             return None
@@ -182,10 +192,53 @@ class SharedInput:
         everyone: _Results = {id(m): (None, _OFFERED) for m in self.members}
         self._pending = _Pending(stand_in, _input_state(stand_in), everyone, codes)
 
+    def produce(self, stand_in: Tensor, replays: ReplayCache, call: CodesCall) -> list[Tensor]:
+        """Offer what a call makes of an input that ``stand_in`` stands for; give the other results.
+
+        With few rows those are products already: one recording holds the call and the product.
+        """
+        found = self.multiply(call)
+        if found is None:
+            codes, others = call.run(replays)
+            self.offer(stand_in, codes)
+            return others
+        y, *others = found
+        members = self.members
+        parts = zip(members, self._split(y, members), strict=True)
+        results: _Results = {id(m): (part, _OFFERED) for m, part in parts}
+        self._pending = _Pending(stand_in, None, results)
+        return others
+
+    def multiply(self, call: CodesCall, last: Fp8Linear | None = None) -> list[Tensor] | None:
+        """Multiply codes of a call by the joined weights, in one recording; add its other results.
+
+        A call that does that itself makes codes for the ``last`` layer. ``None`` where rows are
+        many, or the weights cannot be joined.
+        """
+        members = self.members
+        if call.shape.numel() > MOST_JOINED_ROWS * call.shape[-1]:
+            return None
+        reader = members[0] if last is None else last
+        for layer in (*members, reader):
+            if layer.original_weight is not None:
+                follow_original(layer)
+        after = () if last is None else last.operands()[:3]
+        options = (call.options, operators.options_of_codes(call, reader.options()))
+        step = (operators.then_multiply(call.operator), call.inputs, options)
+        found: list[Tensor] | None = self._replay(*step, members, call.constants, after)
+        if found is None:
+            self._watch_capture(call.inputs[0])
+            if not self._joins():
+                return None
+            call.check()
+            members[0].check_input(call.inputs[0])
+            found = self._multiply(*step, call.constants, after)
+        return found
+
     def _from_codes(self, member: Fp8Linear, pending: _Pending, codes: RowCodes) -> Tensor:
         few = self._refs[0]() is member and codes.data.shape[0] <= MOST_JOINED_ROWS
         members = self.members if few else []
-        inputs, options = operators.call_of_codes(codes, member.options())
+        inputs, options = codes.inputs, operators.options_of_codes(codes, member.options())
         y = self._replay(operators.CODES, inputs, options, members) if few else None
         if y is None:
             member.check_input(pending.x)
@@ -292,30 +345,41 @@ class SharedInput:
         inputs: tuple[Tensor, ...],
         options: Options,
         members: Sequence[Fp8Linear],
-    ) -> Tensor | None:
+        before: Operands = (),
+        after: Operands = (),
+    ) -> Any:
         """Repeat an earlier joined product; arguments as of ``_multiply``."""
         first, *others = members
         same, bound = first.options(), first.scale_ub
         for m in others:
             if m.options() != same or m.scale_ub != bound:
                 return None
-        y: Tensor | None = self.replays.replay(operator, inputs, _held(members), options)
-        return y
+        return self.replays.replay(operator, inputs, (*before, *_held(members), *after), options)
 
-    def _multiply(self, operator: Operator, inputs: tuple[Tensor, ...], options: Options) -> Tensor:
-        """Multiply an input, or its codes, by the joined weights.
+    def _multiply(
+        self,
+        operator: Operator,
+        inputs: tuple[Tensor, ...],
+        options: Options,
+        before: Operands = (),
+        after: Operands = (),
+    ) -> Any:
+        """Multiply an input, its codes, or what makes them by the joined weights.
 
         The joined weight is another tensor at every call, and shares a counter of changes with its
         first part alone. So it is the parts whose state counts. Options are those for the first
-        member.
+        member; constants ``before`` the weight are those of what makes codes, and those ``after``
+        it of what reads the product.
         """
         weight = join(self._joined("weight"), [m.codes for m in self.members])
         bias = None if self.members[0].bias is None else self._joined("bias")
-        constants: list[Tensor | None] = [weight, self._joined("weight_scale"), bias]
+        constants: list[Tensor | None]
+        constants = [*before, weight, self._joined("weight_scale"), bias]
         if operator is operators.LINEAR:
             constants += [None, self.members[0].operands()[4]]
-        y: Tensor = self.replays.run(operator, inputs, constants, options, _held(self.members))
-        return y
+        constants += after
+        guarded = (*before, *_held(self.members), *after)
+        return self.replays.run(operator, inputs, constants, options, guarded)
 
     def _joined(self, name: str) -> Tensor:
         """Return what the members hold under a name as one tensor, moving it there if it has to."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from fp8kit.errors import teach
 from fp8kit.formats import GroupShape, min_scale
 from fp8kit.ops import bodies, schemas, transforms  # noqa: F401  (schemas registers)
 from fp8kit.quantizers.scale_layout import product_layout
-from fp8kit.runtime.replay_cache import Operator, Options
+from fp8kit.runtime.replay_cache import Operands, Operator, Options, ReplayCache
 
 Group = tuple[int, int]
 
@@ -94,13 +94,78 @@ class RowCodes:
     shape: torch.Size
     dtype: torch.dtype
 
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        """The inputs of ``CODES``."""
+        return self.data, self.scale
 
-def call_of_codes(codes: RowCodes, options: Options) -> tuple[tuple[Tensor, Tensor], Options]:
-    """Return inputs and options of ``CODES``; ``options`` are those of ``LINEAR`` for a layer."""
+
+class CodesCall(NamedTuple):
+    """A call that quantizes something it computes: a norm or an activation.
+
+    ``operator`` gives codes and scales in rows, then other results; ``inputs``, ``constants`` and
+    ``options`` are its arguments, which ``check`` raises for if they do not fit. The rest is as of
+    ``RowCodes``.
+    """
+
+    operator: Operator
+    inputs: tuple[Tensor, ...]
+    constants: Operands
+    options: Options
+    group: GroupShape
+    shape: torch.Size
+    dtype: torch.dtype
+    check: Callable[[], object]
+
+    def run(self, replays: ReplayCache) -> tuple[RowCodes, list[Tensor]]:
+        """Return the codes, and the other results."""
+        call = (self.operator, self.inputs, self.constants, self.options)
+        found = replays.replay(*call)
+        if found is None:
+            self.check()
+            found = replays.run(*call)
+        data, scale, *others = found
+        return RowCodes(data, scale, self.group, self.shape, self.dtype), others
+
+    def multiplied(self, replays: ReplayCache, weights: Operands, options: Options) -> list[Tensor]:
+        """Return the product of the codes and a layer's weight, and the other results.
+
+        ``weights`` are weight, scale and bias; ``options`` are those of ``LINEAR`` for the layer.
+        """
+        operator, constants = then_multiply(self.operator), (*self.constants, *weights)
+        call = (operator, self.inputs, constants, (self.options, options_of_codes(self, options)))
+        found: list[Tensor] | None = replays.replay(*call)
+        if found is None:
+            self.check()
+            found = replays.run(*call)
+        return found
+
+
+@functools.cache
+def then_multiply(producer: Operator) -> Operator:
+    """Return an operator that multiplies the codes of another, so that one recording has both.
+
+    Its arguments are tensors of the other, then weight, scale and bias, then the options of both.
+    It gives the product, then the other's other results.
+    """
+
+    def chained(produce: Callable[..., Any], multiply: Callable[..., Tensor]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> list[Tensor]:
+            *tensors, w, w_scale, bias, options, product_options = arguments
+            data, scale, *others = produce(*tensors, *options)
+            return [multiply(data, scale, w, w_scale, bias, *product_options), *others]
+
+        return call
+
+    body = chained(producer.body, bodies.multiply_codes)
+    return Operator(body, chained(producer.registered, codes_registered))
+
+
+def options_of_codes(codes: RowCodes | CodesCall, options: Options) -> Options:
+    """Return the options of ``CODES``; ``options`` are those of ``LINEAR`` for a layer."""
     _, w_group, _, accum, batch_invariant, out_dtype = options
     group = (codes.group.rows, codes.group.cols)
-    inputs = (codes.data, codes.scale)
-    return inputs, (group, w_group, out_dtype or codes.dtype, accum, batch_invariant, codes.shape)
+    return group, w_group, out_dtype or codes.dtype, accum, batch_invariant, codes.shape
 
 
 def quantize_rows(

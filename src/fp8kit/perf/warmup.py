@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.errors import InvalidType, InvalidValue, check_switch
+from fp8kit.modules.decoder_layer import ResidualForward
 from fp8kit.modules.diffusers_producers import FusedAdaptiveNorm, FusedFeedForward
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.fused_producers import FusedActivation, FusedGatedMlp, FusedNorm, Producer
@@ -180,12 +181,26 @@ def _kind(module: nn.Module) -> object:
     if isinstance(module, Producer):
         members = module.consumers.group.members
         return (*_producer_kind(module), *map(_layer_kind, members))
+    if (halves := _second_half(module)) is not None:
+        kinds = tuple(map(_kind, halves))
+        return None if None in kinds else ("decoder layer", *kinds)
     if isinstance(module, FusedGatedMlp | FusedFeedForward) and module.is_converted():
         first, down = _projections(module)
         gated = isinstance(module, FusedGatedMlp) or module.gated
         shape = (first.in_features, first.out_features, first.weight.dtype)
         return ("mlp", module.kind, gated, shape, _layer_kind(down))
     return None
+
+
+def _second_half(module: nn.Module) -> tuple[FusedNorm, FusedGatedMlp] | None:
+    """Give norm and feed-forward of a decoder layer that computes both in one call."""
+    forward = vars(module).get("forward")
+    if not isinstance(forward, ResidualForward):
+        return None
+    norm, mlp = module._modules[forward.flow.before_mlp], module._modules["mlp"]
+    if not (isinstance(norm, FusedNorm) and isinstance(mlp, FusedGatedMlp)):
+        return None
+    return (norm, mlp) if mlp.is_converted() else None
 
 
 def _producer_kind(module: Producer) -> tuple[object, ...]:
@@ -204,6 +219,8 @@ def _device(module: nn.Module) -> torch.device:
     if heads := _heads(module):
         weight: Tensor = heads[0].weight
         return weight.device
+    if (halves := _second_half(module)) is not None:
+        return _device(halves[0])
     layer = module.consumers.group.members[0] if isinstance(module, Producer) else module
     return layer.get_parameter("weight").device
 
@@ -265,6 +282,9 @@ def _run(module: nn.Module, lead: tuple[int, int]) -> None:
             x = x.flatten(0, 1)  # as blocks hand it to routers
         given = isinstance(own, RouterForward) and own.formula.correction == "given"
         module(x, *([x.new_zeros(weight.shape[0])] if given else []))
+    elif (halves := _second_half(module)) is not None:
+        x = _input(halves[0].consumers.group.first, lead).to(halves[0].weight.dtype)
+        vars(module)["forward"].flow.feed_forward(module, x, torch.zeros_like(x))
     elif isinstance(module, Producer):
         group = module.consumers.group
         for result in _produced(module, _input(group.members[0], lead)):
