@@ -169,6 +169,21 @@ def test_reading_codes_as_numbers_raises_and_changes_nothing(name: str) -> None:
     assert_bits_equal(model["proj"].codes.detach(), before)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_a_layer_is_whole_after_a_refused_norm(norm: Callable[[nn.Module], nn.Module]) -> None:
+    """The old weight norm deletes the weight before it reads it."""
+    layer, x = model_of()["proj"], torch.randn(3, SIZE)
+    before, y = {n: t.clone() for n, t in layer.state_dict().items()}, layer(x)
+    with pytest.raises((UnsupportedError, NotImplementedError)):  # the latter is torch's own
+        norm(layer)
+    held = layer.state_dict()
+    assert held.keys() == before.keys()
+    for name, tensor in before.items():
+        assert_bits_equal(held[name], tensor)
+    assert_bits_equal(layer(x), y)
+
+
 def test_codes_of_another_dtype_cannot_be_put_in_its_place() -> None:
     layer, x = model_of()["proj"], torch.randn(3, SIZE)
     y = layer(x)

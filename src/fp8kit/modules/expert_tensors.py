@@ -163,7 +163,7 @@ class ExpertTensors(nn.Module):
         if stacks is not None and name in stacks.names and not torch.compiler.is_compiling():
             held = self.__dict__["_parameters"].get(name)
             if type(held) in (Tensor, nn.Parameter) and held.dtype in FP8_FORMATS:
-                return guarded(held, f"{name} of {type(self).__name__}")
+                return guarded(held, f"{name} of {type(self).__name__}", self, name)
         return super().__getattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

@@ -340,7 +340,7 @@ class Fp8Linear(nn.Linear):
                 if torch.compiler.is_compiling():
                     return weight
                 follow_original(self)
-                return guarded(weight, self._described())
+                return guarded(weight, self._described(), self, name)
         elif name == "_distribute_module_applied":  # the first thing distribute_module asks for
             raise refusals.tensor_parallel(self._described())
         return super().__getattr__(name)
