@@ -383,6 +383,53 @@ def test_functional_call_and_parametrizations_take_it() -> None:
     assert torch.equal(layer(x), y)
 
 
+class Flipped(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w.flip(0)
+
+
+class FlippedBits(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w.view(torch.uint8).flip(0).view(w.dtype)
+
+
+class FlippedBack(Flipped):
+    def right_inverse(self, w: Tensor) -> Tensor:
+        return w.flip(0)
+
+
+class InTwo(nn.Module):
+    def forward(self, top: Tensor, rest: Tensor) -> Tensor:
+        return torch.cat([top, rest])
+
+    def right_inverse(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        return w[:3], w[3:]
+
+
+@pytest.mark.parametrize(
+    "kinds", [[Flipped], [FlippedBits], [nn.Identity, Flipped], [InTwo, Flipped]]
+)
+def test_parametrizations_that_move_codes_are_refused(kinds: list[type[nn.Module]]) -> None:
+    layer, x = model_of()["proj"], torch.randn(3, SIZE)
+    experts = fp8kit.Fp8Experts(2, SIZE, SIZE)
+    for kind in kinds:
+        parametrize.register_parametrization(layer, "weight", kind())
+        parametrize.register_parametrization(experts, "down_proj", kind())
+    for use in (lambda: layer(x), layer.to_linear, layer.quantized_weight):
+        with pytest.raises(UnsupportedError, match=r"weight of proj .* do not move with them"):
+            use()
+    with pytest.raises(UnsupportedError, match="down_proj of ParametrizedFp8Experts"):
+        experts.quantized("down_proj")
+
+
+@pytest.mark.parametrize("kind", [FlippedBack, InTwo])
+def test_parametrizations_that_undo_what_they_store_are_taken(kind: type[nn.Module]) -> None:
+    layer, x = model_of()["proj"], torch.randn(3, SIZE)
+    y = layer(x)
+    parametrize.register_parametrization(layer, "weight", kind())
+    assert_bits_equal(layer(x), y)
+
+
 def test_swapped_parameters_work() -> None:
     layer, x = model_of()["proj"], torch.randn(3, SIZE)
     y = layer(x)

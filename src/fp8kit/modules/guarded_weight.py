@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import FP8_FORMATS
@@ -205,6 +206,28 @@ def plain(value: Any) -> Any:
     return type(value)(plain(v) for v in value) if type(value) in (list, tuple) else value
 
 
+def unmoved(module: nn.Module, name: str, owner: str) -> Tensor:
+    """Return codes that a module does not hold as a Parameter, as a parametrization gives them.
+
+    Raises if it has moved them, as scales stay. One with a ``right_inverse`` brings them back to
+    where they were.
+    """
+    codes: Tensor = plain(getattr(module, name))
+    if parametrize.is_parametrized(module, name):
+        steps: Any = module.parametrizations[name]  # type: ignore[index]
+        if not all(hasattr(step, "right_inverse") for step in steps):
+            held = plain(getattr(steps, "original", None))
+            if held is None or _place(codes) != _place(held):
+                raise UnsupportedError(
+                    f"A parametrization gives other codes for {name} of {owner} than it holds.",
+                    "Its scales belong to the codes in their places, and do not move with them.",
+                    "Call torch.nn.utils.parametrize.remove_parametrizations(layer, "
+                    f"{name!r}, leave_parametrized=False), and parametrize layer.to_linear() "
+                    "instead; or give the parametrization a right_inverse.",
+                )
+    return codes
+
+
 def taken(parameter: Tensor | None, layer: Callable[[], str]) -> Any:
     """Return a Parameter as the layer that ``layer`` names may hold it.
 
@@ -218,6 +241,10 @@ def taken(parameter: Tensor | None, layer: Callable[[], str]) -> Any:
             stacklevel=5,
         )
     return plain(parameter)
+
+
+def _place(tensor: Tensor) -> tuple[int, ...]:
+    return (tensor.data_ptr(), *tensor.stride())
 
 
 def _is_of(view: GuardedCodes, parameter: Tensor) -> bool:

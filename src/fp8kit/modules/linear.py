@@ -22,7 +22,7 @@ from fp8kit.formats import (
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import dense, layer_options, refusals
 from fp8kit.modules.entries import quantize_weight, quantized_entries, stored_tensors
-from fp8kit.modules.guarded_weight import guarded, taken
+from fp8kit.modules.guarded_weight import guarded, taken, unmoved
 from fp8kit.modules.kept_weight import follow_original, made_of_original
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.parameters import (
@@ -308,7 +308,7 @@ class Fp8Linear(nn.Linear):
     def codes(self) -> Tensor:
         """The Parameter of codes ``[N, K]``; as ``weight`` it is guarded against casts."""
         weight = self._parameters.get("weight")
-        return self.weight if weight is None else weight  # what parametrizations compute
+        return unmoved(self, "weight", self._described()) if weight is None else weight
 
     def keep(self, original_weight: Tensor) -> None:
         """Keep the dense weight that the codes were made from; its changes are followed."""
