@@ -23,7 +23,7 @@ from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import dense, layer_options, refusals
 from fp8kit.modules.entries import quantize_weight, quantized_entries, stored_tensors
 from fp8kit.modules.guarded_weight import guarded, taken, unmoved
-from fp8kit.modules.kept_weight import follow_original, made_of_original
+from fp8kit.modules.kept_weight import counted, follow_original, made_of_original
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.parameters import (
     apply_without_casts,
@@ -312,8 +312,8 @@ class Fp8Linear(nn.Linear):
 
     def keep(self, original_weight: Tensor) -> None:
         """Keep the dense weight that the codes were made from; its changes are followed."""
-        self.original_weight = original_weight
-        self._quantized_from = (original_weight, version(original_weight))
+        self.original_weight = kept = counted(original_weight)
+        self._quantized_from = (kept, version(kept))
 
     def _of_others(self, x: Any) -> Any:
         """Multiply codes, or a jagged tensor; of a proxy make one call in a ``torch.fx`` graph."""
