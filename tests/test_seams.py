@@ -12,7 +12,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src" / "fp8kit"
-PATCHES, PRIVATE_READS = 58, 30
+PATCHES, PRIVATE_READS = 59, 30
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 # attributes of torch that the package sets or reads, too
 OF_TORCH = {"_parameters", "_version", "_apply", "_replicate_for_data_parallel"}
@@ -26,6 +26,7 @@ REASONS = {
     "_OWN": "attributes that fused modules keep to themselves must be on the list",
     "_bar": "bytes of progress, which a terminal shows rounded",
     "_capture": "how many calls a graph has, which no result tells",
+    "_current_stream": "a second stream where there is no GPU",
     "_deepest": "a cache that must not decide",
     "_direct": "launches by the bindings, without Triton's compiler",
     "_empty": "where results of a recording lie",

@@ -231,7 +231,8 @@ def test_plan_reads_no_weights(tmp_path: Path) -> None:
 def test_plan_without_defaults_converts_what_is_not_tied() -> None:
     found = json.loads(run("plan", NANO, "--no-default-exclude", "--json").stdout)
     head = next(r for r in found["records"] if r["name"] == "lm_head")
-    assert head["reason"] == "its weight is tied to another parameter"
+    assert head["reason"] == "its weight is tied to model.embed_tokens.weight"
+    assert f"kept in high precision by default; {head['reason']}" in run("plan", NANO).stdout
 
 
 def test_plan_of_a_quantized_checkpoint_is_refused(quantized: Path) -> None:

@@ -122,8 +122,14 @@ def test_options_that_contradict_each_other_are_refused() -> None:
         FP8Linear(nn.Linear(2, 2, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("mode", ["keep", "cpu_offload"])
-def test_a_changed_dense_weight_is_quantized_again(mode: str) -> None:
+def test_a_changed_dense_weight_is_quantized_again(mode: str, inference: bool) -> None:
+    with torch.inference_mode(inference):
+        check_that_changes_are_seen(mode)
+
+
+def check_that_changes_are_seen(mode: str) -> None:
     layer, dense, x = layer_of(mode), dense_of(), on_gpu(inputs())
     layer(x)
     name = "linear.weight" if mode == "keep" else "weight"

@@ -518,6 +518,21 @@ def test_a_model_is_filled_from_files_that_have_other_names(kind: str, tmp_path:
             assert_same(model, wanted, IDS % 160)
 
 
+def test_a_model_is_filled_from_files_that_join_its_layers(tmp_path: Path) -> None:
+    """Transformers cuts the qkv_proj of a file into three, and its up_gate_proj into two."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 96}
+    config = transformers.GteConfig(num_hidden_layers=1, num_attention_heads=2, **sizes)
+    dense, model = (transformers.GteModel(config).bfloat16() for _ in range(2))
+    dense.save_pretrained(tmp_path / "dense")
+    fp8kit.convert(dense)
+    save(dense, tmp_path / "fp8", target="vllm")
+    assert "encoder.layer.0.mlp.up_gate_proj.weight_scale" in load_file(tmp_path / "fp8" / SHARD)
+    for path, scheme in ((tmp_path / "dense", "FP8_DYNAMIC"), (tmp_path / "fp8", None)):
+        for _ in range(2):  # into a dense model, and into one that is FP8
+            load(path, model, scheme=scheme, strict=True)
+            assert_same_tensors(model, dense.state_dict())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8kit
@@ -126,6 +128,18 @@ def test_vmap_runs_the_sdpa_of_transformers(monkeypatch: pytest.MonkeyPatch) -> 
         for attend in (transformers_attention.attention_forward, sdpa_attention_forward)
     )
     assert_bits_equal(found, expected)
+
+
+def test_forward_mode_differentiates_the_sdpa_of_transformers(taken: list[torch.Size]) -> None:
+    given, found = operands(), []
+    query = given.pop("query")
+    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):  # torch's others have no such rule
+        dual = forward_ad.make_dual(query, torch.ones_like(query))
+        for attend in (transformers_attention.attention_forward, sdpa_attention_forward):
+            found.append(forward_ad.unpack_dual(attend(Attention(), dual, **given)[0]))
+    for ours, theirs in zip(*found, strict=True):
+        assert_bits_equal(ours, theirs)
+    assert not taken  # our kernel gives no derivative
 
 
 def test_one_token_is_taken(taken: list[torch.Size]) -> None:

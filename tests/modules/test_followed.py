@@ -54,6 +54,40 @@ def test_a_kept_weight_that_is_replaced_is_quantized() -> None:
     assert_bits_equal(copy.deepcopy(layer)(x).detach(), expected(x).detach())
 
 
+def built(inference: bool, storage: str) -> Any:
+    with torch.inference_mode(inference):
+        return model_of(weight_storage=storage)[0]
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["edited inside", "edited outside"])
+@pytest.mark.parametrize("storage", ["keep", "cpu_offload"])
+@pytest.mark.parametrize("moved", [False, True], ids=["as made", "moved"])
+def test_a_weight_kept_in_inference_mode_is_followed(
+    storage: str, moved: bool, inside: bool
+) -> None:
+    layer, x = built(not moved, storage), torch.randn(3, 128)
+    if moved:
+        with torch.inference_mode():
+            layer = copy.deepcopy(layer).half().float()
+    with torch.inference_mode():
+        layer(x)
+    with torch.inference_mode(inside), torch.no_grad():
+        layer.original_weight.mul_(-3.0)
+        expected = fp8kit.Fp8Linear.from_linear(layer.to_linear())
+        assert_bits_equal(layer(x), expected(x))
+    with torch.inference_mode():
+        layer.load_state_dict({"weight": torch.ones(256, 128)}, strict=False)
+    assert (layer.original_weight == 1).all()
+
+
+def test_a_weight_of_inference_mode_cannot_be_assigned() -> None:
+    layer, x = built(False, "keep"), torch.randn(3, 128)
+    with torch.inference_mode():
+        layer.original_weight = torch.ones(256, 128)
+    with pytest.raises(UnsupportedError, match=r"original_weight of 0 .* Assign a copy"):
+        layer(x)
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_does_not_quantize_a_kept_weight_again(how: str) -> None:
     layer: Any = model_of(weight_storage="keep")[0]

@@ -169,6 +169,21 @@ def test_reading_codes_as_numbers_raises_and_changes_nothing(name: str) -> None:
     assert_bits_equal(model["proj"].codes.detach(), before)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_a_layer_is_whole_after_a_refused_norm(norm: Callable[[nn.Module], nn.Module]) -> None:
+    """The old weight norm deletes the weight before it reads it."""
+    layer, x = model_of()["proj"], torch.randn(3, SIZE)
+    before, y = {n: t.clone() for n, t in layer.state_dict().items()}, layer(x)
+    with pytest.raises((UnsupportedError, NotImplementedError)):  # the latter is torch's own
+        norm(layer)
+    held = layer.state_dict()
+    assert held.keys() == before.keys()
+    for name, tensor in before.items():
+        assert_bits_equal(held[name], tensor)
+    assert_bits_equal(layer(x), y)
+
+
 def test_codes_of_another_dtype_cannot_be_put_in_its_place() -> None:
     layer, x = model_of()["proj"], torch.randn(3, SIZE)
     y = layer(x)
@@ -366,6 +381,53 @@ def test_functional_call_and_parametrizations_take_it() -> None:
     assert torch.equal(torch.func.functional_call(layer, {"weight": layer.weight}, (x,)), y)
     parametrize.register_parametrization(layer, "weight", nn.Identity())
     assert torch.equal(layer(x), y)
+
+
+class Flipped(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w.flip(0)
+
+
+class FlippedBits(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w.view(torch.uint8).flip(0).view(w.dtype)
+
+
+class FlippedBack(Flipped):
+    def right_inverse(self, w: Tensor) -> Tensor:
+        return w.flip(0)
+
+
+class InTwo(nn.Module):
+    def forward(self, top: Tensor, rest: Tensor) -> Tensor:
+        return torch.cat([top, rest])
+
+    def right_inverse(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        return w[:3], w[3:]
+
+
+@pytest.mark.parametrize(
+    "kinds", [[Flipped], [FlippedBits], [nn.Identity, Flipped], [InTwo, Flipped]]
+)
+def test_parametrizations_that_move_codes_are_refused(kinds: list[type[nn.Module]]) -> None:
+    layer, x = model_of()["proj"], torch.randn(3, SIZE)
+    experts = fp8kit.Fp8Experts(2, SIZE, SIZE)
+    for kind in kinds:
+        parametrize.register_parametrization(layer, "weight", kind())
+        parametrize.register_parametrization(experts, "down_proj", kind())
+    for use in (lambda: layer(x), layer.to_linear, layer.quantized_weight):
+        with pytest.raises(UnsupportedError, match=r"weight of proj .* do not move with them"):
+            use()
+    with pytest.raises(UnsupportedError, match="down_proj of ParametrizedFp8Experts"):
+        experts.quantized("down_proj")
+
+
+@pytest.mark.parametrize("kind", [FlippedBack, InTwo])
+def test_parametrizations_that_undo_what_they_store_are_taken(kind: type[nn.Module]) -> None:
+    layer, x = model_of()["proj"], torch.randn(3, SIZE)
+    y = layer(x)
+    parametrize.register_parametrization(layer, "weight", kind())
+    assert_bits_equal(layer(x), y)
 
 
 def test_swapped_parameters_work() -> None:

@@ -19,9 +19,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import backend_tables
 import fp8kit
+from engine_formulas import OnGpu, on_gpu, plain
 from fp8kit.dispatch.backends import choose
 from fp8kit.matmul.problem import MATMUL_BACKENDS, MatmulBackend, MatmulOperands, MatmulProblem
-from fp8kit.modules import tracing
+from fp8kit.modules import shared_input, tracing
 from fp8kit.modules.joining import can_join
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops import operators
@@ -853,6 +854,36 @@ def test_threads_do_not_take_what_waits_for_another(device: torch.device) -> Non
     other.join()
     for layer in layers:
         assert_bits_equal(layer(stand_in), siblings_alone(layer, x))
+
+
+class Freed(OnGpu):
+    """Memory that waits for every stream that it is told of before it is used again."""
+
+    told: list[str]
+
+    def record_stream(self, stream: Any) -> None:
+        self.told.append(stream)
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])
+def test_offered_codes_outlive_their_use_in_another_stream(
+    scheme: str, faked_cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = ["main"]
+    faked_cuda(current_stream=lambda _: now[0], is_current_stream_capturing=lambda: False)
+    monkeypatch.setattr(shared_input, "_current_stream", lambda _: now[0])
+    layers = siblings(torch.device("cpu"), scheme)
+    group, x = SharedInput(layers), tokens(torch.device("cpu"))
+    for streams in (["main"] * 3, ["main", "side", "side"], ["side", "side", "main"]):
+        codes, now[0] = layers[0].quantize_input(x), "main"
+        data, scale = (t.as_subclass(Freed) for t in (codes.data, codes.scale))
+        data.told, scale.told = [], []
+        stand_in = on_gpu(torch.full_like(x, torch.nan))
+        group.offer(stand_in, dataclasses.replace(codes, data=data, scale=scale))
+        for layer, now[0] in zip(layers, streams, strict=True):
+            assert_bits_equal(plain(layer(stand_in)), siblings_alone(layer, x))
+        assert data.told == scale.told
+        assert set(data.told) == {*streams} - {"main"}
 
 
 @pytest.mark.gpu

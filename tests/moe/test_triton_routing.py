@@ -22,6 +22,7 @@ from fp8kit.quantizers.triton_encode import INTERPRETED  # noqa: E402
 # numpy, which the interpreter computes with, warns of the infinities that these tests provoke
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
+ADA = ("cuda", (8, 9))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = ((1, 1), (2, 1), (7, 7), (8, 2), (60, 4), (128, 8), (256, 8), (1000, 32), (1024, 22))
 
@@ -128,10 +129,11 @@ def test_no_rows_give_no_choice(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("problem", "said"),
     [
-        (ChoiceProblem(8, 2, torch.float64, "cuda"), "reads bfloat16"),
-        (ChoiceProblem(2000, 2, torch.float32, "cuda"), "at most 32 of 1024"),
-        (ChoiceProblem(100, 33, torch.float32, "cuda"), "at most 32 of 1024"),
-        (ChoiceProblem(1024, 32, torch.float16, "cuda"), ""),
+        (ChoiceProblem(8, 2, torch.float64, *ADA), "reads bfloat16"),
+        (ChoiceProblem(2000, 2, torch.float32, *ADA), "at most 32 of 1024"),
+        (ChoiceProblem(100, 33, torch.float32, *ADA), "at most 32 of 1024"),
+        (ChoiceProblem(1024, 32, torch.float16, *ADA), ""),
+        (ChoiceProblem(8, 2, torch.float32, "cuda", None), "" if INTERPRETED.value else "sm80"),
     ],
 )
 def test_what_the_kernel_does_not_cover_is_declined(problem: ChoiceProblem, said: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8kit import functional
+from fp8kit.compat.arguments import teaches
 from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import MX, ROW, GroupShape, QTensor, fp8_format
 from fp8kit.ops import operators
@@ -138,6 +139,7 @@ def per_block_cast_to_fp8(
     return _quantized(x, _block(block_size), _CAST_FLOOR, bool(third))
 
 
+@teaches
 def w8a8_block_fp8_matmul(
     A: Tensor,
     B: Tensor,

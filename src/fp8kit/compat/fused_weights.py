@@ -10,11 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fp8kit.compat.arguments import teaches
 from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import TENSOR, QTensor
 from fp8kit.modules.weight_parts import join_scales, recode, requantize
 
 
+@teaches
 def convert_to_channelwise(weight_scale: Tensor, logical_widths: Sequence[int]) -> Tensor:
     """Give each channel of a fused weight the scale of its shard.
 
@@ -37,6 +39,7 @@ def convert_to_channelwise(weight_scale: Tensor, logical_widths: Sequence[int]) 
     return join_scales(codes, weight_scale.float(), list(logical_widths)).scale
 
 
+@teaches
 def requantize_with_max_scale(
     weight: Tensor, weight_scale: Tensor, logical_widths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -65,6 +68,7 @@ def requantize_with_max_scale(
     return q.scale.reshape(()), weight
 
 
+@teaches
 def normalize_e4m3fn_to_e4m3fnuz(
     weight: Tensor, weight_scale: Tensor, input_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -97,6 +101,7 @@ def normalize_e4m3fn_to_e4m3fnuz(
     return codes, weight_scale * 2.0, None if input_scale is None else input_scale * 2.0
 
 
+@teaches
 def per_tensor_dequantize(tensor: Tensor, inv_scale: float | Tensor) -> Tensor:
     """Decode codes with a scale.
 
@@ -114,6 +119,7 @@ def per_tensor_dequantize(tensor: Tensor, inv_scale: float | Tensor) -> Tensor:
     return tensor.to(torch.float16) * inv_scale
 
 
+@teaches
 def all_close_1d(x: Tensor) -> bool:
     """Return whether all elements of a vector are close to the first.
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from fp8kit.compat.arguments import teaches
 from fp8kit.compat.wrapped_linear import DEFAULT_OPTIONS, FP8GemmOptions, FP8Linear
 from fp8kit.conversion.eligibility import Eligibility
 from fp8kit.conversion.patterns import roles_by_name, size_obstacle
@@ -73,6 +74,7 @@ def enable_fp8_gemm(
     return model
 
 
+@teaches
 def fp8_linear_forward_many(linears: Sequence[FP8Linear], x: Tensor) -> tuple[Tensor, ...]:
     """Call layers that read the same input, which is quantized once.
 

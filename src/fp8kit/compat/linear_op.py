@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8kit import functional
+from fp8kit.compat.arguments import teaches
 from fp8kit.compat.known_weights import KnownWeights
 from fp8kit.compat.shapes import as_number, as_vector, with_scale, with_scale_as_stored
 from fp8kit.compat.w8a8 import scaled_fp8_quant
@@ -70,6 +71,7 @@ class Fp8LinearOp:
             x, scale, scale_ub=scale_ub, use_per_token_if_dynamic=self.per_token
         )
 
+    @teaches
     def apply(
         self,
         input: Tensor,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8kit.compat.arguments import teaches
 from fp8kit.compat.arriving import Arriving, Loader, OnlineMethod, check_coded, fill
 from fp8kit.errors import InvalidValue, check_choice
 from fp8kit.formats import SCHEMES, TENSOR, QTensor, Scheme
@@ -102,6 +103,7 @@ class _OnlineMoEMethod(OnlineMethod):
             found |= {f"{part}_weight": q.data, f"{part}_{self.weight_scale_name}": scale}
         return found
 
+    @teaches
     def apply(
         self,
         layer: nn.Module,

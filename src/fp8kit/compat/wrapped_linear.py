@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8kit import functional
+from fp8kit.compat.arguments import teaches
 from fp8kit.compat.shapes import with_scale
 from fp8kit.errors import InvalidType, InvalidValue, check_choice, teach
 from fp8kit.formats import FLOATS, FP8_FORMATS, TENSOR
 from fp8kit.modules.linear import Fp8Linear as Core
-from fp8kit.runtime.weight_hazards import version
+from fp8kit.runtime.weight_hazards import UNCOUNTED, version
 
 STORAGES = ("keep", "cpu_offload", "discard")
 _16_BITS = (torch.float16, torch.bfloat16)
@@ -96,6 +97,7 @@ class FP8Linear(nn.Module):
         """Wrap a layer; in the mode ``"keep"`` it is held as it is."""
         return cls(linear, options=options)
 
+    @teaches
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``[..., N]`` from ``[..., K]``, in the dtype of ``x`` unless options differ."""
         if not x.is_cuda:
@@ -205,6 +207,8 @@ class FP8Linear(nn.Module):
 
     def _follows(self, source: Tensor) -> bool:
         now = _versions(source, self._bias())
+        if UNCOUNTED in now[1::3]:  # made in inference mode: nobody tells when it changes
+            return False
         return len(now) == len(self._made_from) and all(
             a is b if isinstance(a, Tensor) else a == b
             for a, b in zip(now, self._made_from, strict=True)

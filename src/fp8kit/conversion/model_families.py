@@ -21,6 +21,7 @@ JOINED: dict[str, tuple[tuple[str, ...], ...]] = {
     "qkv_proj": (_QKV,),
     "to_qkv": (_TO_QKV,),
     "gate_up_proj": (GATE_UP, _W1_W3),
+    "up_gate_proj": (GATE_UP[::-1],),
     "w13": (_W1_W3,),
 }
 # a stack of experts [E, N, K], and the layers of one expert it is made of

@@ -17,6 +17,11 @@ TIED = "its weight is tied to another parameter"
 _MIB = 2**20
 
 
+def tied_to(parameter: str) -> str:
+    """Return why a layer stays dense that has the weight of another, which is named."""
+    return f"its weight is tied to {parameter}"
+
+
 @dataclass(slots=True)
 class Record:
     """One layer's decision.

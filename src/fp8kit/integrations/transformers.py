@@ -29,6 +29,7 @@ from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import experts_of, named
 from fp8kit.checkpoint.schema.targets import output_heads
 from fp8kit.checkpoint.storage.reader import Checkpoint
+from fp8kit.conversion.model_families import JOINED
 from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.readers.reads import read_by_code
 from fp8kit.errors import CheckpointError
@@ -128,10 +129,18 @@ def _refuse_infinities(model: PreTrainedModel) -> None:
 def in_model(checkpoint: Checkpoint, model: Any) -> Checkpoint:
     """Return a checkpoint under the names that its tensors have in a model of Transformers.
 
-    Files have other names than many models, and the loader of Transformers renames them.
+    Files have other names than many models, and the loader of Transformers renames them. What it
+    cuts into rows gets the name of the joined layer that the parts have here.
     """
-    rules = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
+    every = get_model_conversion_mapping(model)
+    rules = [r for r in every if isinstance(r, WeightRenaming)]
     found = {n: name for n, (name, _) in renamed(model, rules, checkpoint.tensors).items()}
+    cuts = {r.source_patterns[0]: (r, joined) for r in every if (joined := _cuts(r))}
+    rules += [rule for rule, _ in cuts.values()]
+    for n, (name, pattern) in renamed(model, rules, checkpoint.tensors).items() if cuts else ():
+        if pattern in cuts:
+            part, _, kind = name.rpartition(".")
+            found[n] = f"{part.rpartition('.')[0]}.{cuts[pattern][1]}.{kind}"
     for name, layer in checkpoint.layers.items():  # no model that is dense knows its scales
         kind = layer.weight.removeprefix(name)
         found[name] = found[layer.weight].removesuffix(kind)
@@ -139,6 +148,16 @@ def in_model(checkpoint: Checkpoint, model: Any) -> Checkpoint:
             if scale is not None:
                 found[scale] = found[name] + scale.removeprefix(name)
     return checkpoint.renamed(found)
+
+
+def _cuts(rule: Any) -> str:
+    """Name the joined layer that a rule cuts into parts, by rows; empty if it does not."""
+    kinds = [type(operation).__name__ for operation in getattr(rule, "operations", ())]
+    if kinds != ["Chunk"] or rule.operations[0].dim != 0 or len(rule.source_patterns) != 1:
+        return ""
+    targets = (re.sub(r"\.(weight|bias)$", "", target) for target in rule.target_patterns)
+    parts = tuple(target.rpartition(".")[2] for target in targets)
+    return next((joined for joined, options in JOINED.items() if parts in options), "")
 
 
 def skeleton(checkpoint: Checkpoint) -> Any:

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -110,8 +111,8 @@ def _decodes(
     fusible = query.device.type in fused_producers.FUSED_DEVICES
     if not fusible or query.shape[2] != 1 or query.dim() != key.dim():
         return False
-    if not torch.compiler.is_compiling() and is_transformed():  # the operator has no such rules
-        return False
+    if not torch.compiler.is_compiling() and (is_transformed() or forward_ad._current_level >= 0):
+        return False  # the operator has no such rules
     if torch.is_autocast_enabled(query.device.type):  # casts what torch's attention is given
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):

@@ -105,22 +105,11 @@ class Taken:
         problems = _missing(here, stacks)
         if not problems:
             return
-        rest = [n for n in checkpoint.tensors if n not in self.tensors]
-        beside = names_in_model(model, rest, self.rules).items()
-        mixed = {n: layer for n, layer in beside if _holder(layer, shapes) in self.experts}
-        here |= {named(layer, "weight"): checkpoint.tensors[n].shape for n, layer in mixed.items()}
-        said = [f"{n} is in high precision, and its siblings are FP8" for n in mixed]
-        problems = said + _missing(here, stacks)
         listed = "\n  ".join(problems[:20])
-        required = f"All experts must be there; {len(problems)} stacks are not whole."
-        remedy = "Complete it, or load with the model class that it was made from."
-        if mixed:
-            required = "The experts of a layer are all there, and all FP8 or none."
-            remedy = "Quantize the original again, with all experts of a layer or with none."
         raise CheckpointError(
             f"{checkpoint.path} does not fit {type(model).__name__}:\n  {listed}\n",
-            required,
-            remedy,
+            f"All experts must be there; {len(problems)} stacks are not whole.",
+            "Complete it, or load with the model class that it was made from.",
         )
 
 
@@ -140,13 +129,18 @@ def take_experts(checkpoint: Checkpoint, model: Any, chosen: Mapping[str, Expert
     shapes = {n: tuple(t.shape) for n, t in model.state_dict().items()}
     rules = get_model_conversion_mapping(model)
     if chosen is None:
-        known = names_in_model(model, [x.weight for x in checkpoint.layers.values()], rules)
+        known = names_in_model(model, checkpoint.tensors, rules)
         layers = {
             known[layer.weight]: replace(layer, name=known[layer.weight])
             for layer in checkpoint.layers.values()
             if layer.weight in known
         }
-        found = experts_in_checkpoint(model, replace(checkpoint, layers=layers), shapes)
+        tensors = {
+            named(known[n], "weight") if n in known else n: info
+            for n, info in checkpoint.tensors.items()
+        }
+        ours = replace(checkpoint, tensors=tensors, layers=layers)
+        found = experts_in_checkpoint(model, ours, shapes)
         held = {n: x for n, x in layers.items() if _holder(n, shapes) in found}
         return Taken(found, held, rules=rules)
     names = names_in_model(model, checkpoint.tensors, rules)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.checkpoint.streaming.layer_selection import Facts, KnownLayer
 from fp8kit.conversion.patterns import size_obstacle
+from fp8kit.conversion.report import tied_to
 from fp8kit.conversion.roles import layer_roles
 from fp8kit.formats import Scheme
 from fp8kit.integrations.transformers import skeleton
@@ -61,4 +64,7 @@ def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:
         else:
             found.others[layer] = f"{type(model).__name__} does not use it"
     found.absent = {n: known[n] for n in linears if n not in met}
+    for n, absent in found.absent.items():
+        if (other := ties.get(f"{n}.weight")) is not None:
+            found.absent[n] = replace(absent, obstacle=tied_to(other))
     return found

@@ -15,7 +15,7 @@ from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme
 from fp8kit.matmul.problem import m_bucket
 from fp8kit.modules.entries import check_form, quantize_weight, stored_entries, stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
-from fp8kit.modules.guarded_weight import guarded, plain
+from fp8kit.modules.guarded_weight import guarded, plain, unmoved
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.parameters import apply_without_casts, as_bytes, cast_dtype, deepcopied, frozen
 from fp8kit.moe.activation import Activation
@@ -86,7 +86,7 @@ class ExpertTensors(nn.Module):
         """Return the codes of a stack, ``[E, N, K]``."""
         # no get_parameter, which refuses the plain tensors that functional_call puts here
         held = self._parameters.get(name)
-        return cast(Tensor, getattr(self, name) if held is None else held)
+        return unmoved(self, name, type(self).__name__) if held is None else held
 
     def beside(self, name: str, kind: str) -> Tensor | None:
         """Return ``bias``, ``scale``, ``exponents`` or ``input_scale`` of a stack, if any."""
@@ -163,7 +163,7 @@ class ExpertTensors(nn.Module):
         if stacks is not None and name in stacks.names and not torch.compiler.is_compiling():
             held = self.__dict__["_parameters"].get(name)
             if type(held) in (Tensor, nn.Parameter) and held.dtype in FP8_FORMATS:
-                return guarded(held, f"{name} of {type(self).__name__}")
+                return guarded(held, f"{name} of {type(self).__name__}", self, name)
         return super().__getattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import FP8_FORMATS
@@ -118,7 +119,7 @@ class GuardedCodes(Tensor):
         if codes is None or name in ("__class__", "_is_param"):
             super().__setattr__(name, value)
         elif name == "data" and value.dtype != codes.dtype:
-            raise _refused("data =", self.__dict__["_owner"])
+            raise _refused("data =", [self])
         else:
             setattr(codes, name, plain(value))
 
@@ -144,7 +145,6 @@ class GuardedCodes(Tensor):
         name = str(getattr(func, "__name__", func)).partition(".")[0]
         given = _tensors((args, kwargs))
         codes = [t for t in given if isinstance(t, GuardedCodes)]
-        owner = next((t.__dict__["_owner"] for t in codes if "_owner" in t.__dict__), "")
         if name == "__iter__":
             return iter(args[0].unbind(0))
         library = _library(func)
@@ -153,30 +153,33 @@ class GuardedCodes(Tensor):
         out = any(isinstance(t, GuardedCodes) for t in _tensors(kwargs.get("out")))
         text = name == "__format__" and not args[0].dim()
         if name in _NUMBERS or out or text or (not taught and _spoils(name, given)):
-            raise _refused(name, owner)
+            raise _refused(name, codes)
         with torch._C.DisableTorchFunctionSubclass():
             try:
                 result = func(*plain(args), **plain(kwargs))
             except (RuntimeError, TypeError) as error:
                 if (taught and not lone) or name in _MOVES | _IN_PLACE | _COPIES | _TESTS:
                     raise
-                raise _refused(name, owner) from error
+                raise _refused(name, codes) from error
             made = _tensors(result)
             if lone and any(t.is_floating_point() and t.dtype not in FP8_FORMATS for t in made):
-                raise _refused(name, owner)  # without scales it took codes for numbers
+                raise _refused(name, codes)  # without scales it took codes for numbers
             if taught or name in _COPIES or not made:
                 return result
             if not _reads_nothing(name, made, given):
-                raise _refused(name, owner)
+                raise _refused(name, codes)
             seen = {id(plain(t)): t for t in given}
-            return _guarded(result, seen, owner)
+            return _guarded(result, seen, _owner(codes))
 
 
-def guarded(parameter: Tensor, owner: str) -> Tensor:
+def guarded(
+    parameter: Tensor, owner: str, module: nn.Module | None = None, name: str = ""
+) -> Tensor:
     """Return a view of a Parameter of codes that raises where it is taken for numbers.
 
     It is the same object for the same Parameter, as long as somebody holds it; ``owner`` names the
-    layer in errors.
+    layer in errors, and ``name`` is that of the Parameter in the ``module`` that gets it back where
+    code has deleted it there before it is refused.
     """
     view = _views.get(id(parameter))
     with torch._C.DisableTorchFunctionSubclass():
@@ -187,6 +190,8 @@ def guarded(parameter: Tensor, owner: str) -> Tensor:
             return parameter
         made = detached.as_subclass(GuardedCodes)
     made.__dict__.update(_codes=parameter, _owner=owner)
+    if module is not None:
+        made.__dict__["_place"] = weakref.ref(module), name
     _views[id(parameter)] = made
     return made
 
@@ -199,6 +204,28 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
     return type(value)(plain(v) for v in value) if type(value) in (list, tuple) else value
+
+
+def unmoved(module: nn.Module, name: str, owner: str) -> Tensor:
+    """Return codes that a module does not hold as a Parameter, as a parametrization gives them.
+
+    Raises if it has moved them, as scales stay. One with a ``right_inverse`` brings them back to
+    where they were.
+    """
+    codes: Tensor = plain(getattr(module, name))
+    if parametrize.is_parametrized(module, name):
+        steps: Any = module.parametrizations[name]  # type: ignore[index]
+        if not all(hasattr(step, "right_inverse") for step in steps):
+            held = plain(getattr(steps, "original", None))
+            if held is None or _place(codes) != _place(held):
+                raise UnsupportedError(
+                    f"A parametrization gives other codes for {name} of {owner} than it holds.",
+                    "Its scales belong to the codes in their places, and do not move with them.",
+                    "Call torch.nn.utils.parametrize.remove_parametrizations(layer, "
+                    f"{name!r}, leave_parametrized=False), and parametrize layer.to_linear() "
+                    "instead; or give the parametrization a right_inverse.",
+                )
+    return codes
 
 
 def taken(parameter: Tensor | None, layer: Callable[[], str]) -> Any:
@@ -214,6 +241,10 @@ def taken(parameter: Tensor | None, layer: Callable[[], str]) -> Any:
             stacklevel=5,
         )
     return plain(parameter)
+
+
+def _place(tensor: Tensor) -> tuple[int, ...]:
+    return (tensor.data_ptr(), *tensor.stride())
 
 
 def _is_of(view: GuardedCodes, parameter: Tensor) -> bool:
@@ -259,9 +290,17 @@ def _library(func: Any) -> str:
     return str(getattr(packet, "_qualified_op_name", "aten::")).partition("::")[0]
 
 
-def _refused(name: str, owner: str) -> UnsupportedError:
+def _owner(codes: Sequence[GuardedCodes]) -> str:
+    return next((t.__dict__["_owner"] for t in codes if "_owner" in t.__dict__), "")
+
+
+def _refused(name: str, codes: Sequence[GuardedCodes]) -> UnsupportedError:
+    for own in (t.__dict__ for t in codes if "_place" in t.__dict__):
+        module, place = own["_place"][0](), own["_place"][1]
+        if module is not None and not hasattr(module, place):
+            module._parameters[place] = own["_codes"]  # torch's old weight_norm deletes it first
     return UnsupportedError(
-        f"Code applies {name} to the weight of {owner or 'an Fp8Linear'}.",
+        f"Code applies {name} to the weight of {_owner(codes) or 'an Fp8Linear'}.",
         "That weight is FP8 codes, which are no numbers without their scales.",
         "Call the layer instead; or compute with layer.to_linear().weight, or with "
         "fp8kit.dequantize(layer.quantized_weight()), of experts with "

@@ -22,8 +22,8 @@ from fp8kit.formats import (
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import dense, layer_options, refusals
 from fp8kit.modules.entries import quantize_weight, quantized_entries, stored_tensors
-from fp8kit.modules.guarded_weight import guarded, taken
-from fp8kit.modules.kept_weight import follow_original, made_of_original
+from fp8kit.modules.guarded_weight import guarded, taken, unmoved
+from fp8kit.modules.kept_weight import counted, follow_original, made_of_original
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.parameters import (
     apply_without_casts,
@@ -313,12 +313,12 @@ class Fp8Linear(nn.Linear):
     def codes(self) -> Tensor:
         """The Parameter of codes ``[N, K]``; as ``weight`` it is guarded against casts."""
         weight = self._parameters.get("weight")
-        return self.weight if weight is None else weight  # what parametrizations compute
+        return unmoved(self, "weight", self._described()) if weight is None else weight
 
     def keep(self, original_weight: Tensor) -> None:
         """Keep the dense weight that the codes were made from; its changes are followed."""
-        self.original_weight = original_weight
-        self._quantized_from = (original_weight, version(original_weight))
+        self.original_weight = kept = counted(original_weight)
+        self._quantized_from = (kept, version(kept))
 
     def _of_others(self, x: Any) -> Any:
         """Multiply codes, or a jagged tensor; of a proxy make one call in a ``torch.fx`` graph."""
@@ -345,7 +345,7 @@ class Fp8Linear(nn.Linear):
                 if torch.compiler.is_compiling():
                     return weight
                 follow_original(self)
-                return guarded(weight, self._described())
+                return guarded(weight, self._described(), self, name)
         elif name == "_distribute_module_applied":  # the first thing distribute_module asks for
             raise refusals.tensor_parallel(self._described())
         return super().__getattr__(name)

@@ -65,6 +65,7 @@ class _Pending:
     results: _Results
     codes: RowCodes | None = None
     values: Tensor | None = None  # of an input in host memory, where NumPy writes uncounted
+    stream: int = 0  # in which the codes were made
 
 
 class _Local(threading.local):
@@ -182,6 +183,9 @@ class SharedInput:
         if pending.codes is None or (changed and result is None):
             return None
         # offered: the input was never written, so that nothing else can be computed from it
+        if pending.stream != _stream(x):  # nobody but the group holds them, and may let go first
+            for t in (pending.codes.data, pending.codes.scale):
+                t.record_stream(torch.cuda.current_stream(x.device))
         return self._from_codes(member, pending, pending.codes)
 
     def offer(self, stand_in: Tensor, codes: RowCodes) -> None:
@@ -190,7 +194,8 @@ class SharedInput:
         ``stand_in`` is the tensor object that they will be called with; its values are not read.
         """
         everyone: _Results = {id(m): (None, _OFFERED) for m in self.members}
-        self._pending = _Pending(stand_in, _input_state(stand_in), everyone, codes)
+        state, stream = _input_state(stand_in), _stream(stand_in)
+        self._pending = _Pending(stand_in, state, everyone, codes, stream=stream)
 
     def produce(self, stand_in: Tensor, replays: ReplayCache, call: CodesCall) -> list[Tensor]:
         """Offer what a call makes of an input that ``stand_in`` stands for; give the other results.
@@ -256,7 +261,7 @@ class SharedInput:
         codes = member.quantize_input(x)
         stream = _stream(x)
         rest: _Results = {id(m): (None, _weight_state(m, stream)) for m in self.members[1:]}
-        self._pending = _Pending(x, _input_state(x), rest, codes, self._copied(x))
+        self._pending = _Pending(x, _input_state(x), rest, codes, self._copied(x), stream)
         return member.multiply(codes)
 
     def _copied(self, x: Tensor) -> Tensor | None:

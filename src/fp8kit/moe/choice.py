@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.dispatch.backends import Backend, BackendTable, require
+from fp8kit.dispatch.device import capability
 from fp8kit.runtime.replay_cache import Operator
 
 CHOICE_BACKENDS: BackendTable = (
@@ -44,6 +45,7 @@ class ChoiceProblem:
     top_k: int
     in_dtype: torch.dtype
     device_type: str
+    capability: tuple[int, int] | None
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -84,8 +86,9 @@ def _registered(logits: Tensor, bias: Tensor | None, *how: object) -> tuple[Tens
 
 def _body(logits: Tensor, bias: Tensor | None, *how: object) -> tuple[Tensor, Tensor]:
     formula = Formula(*how)  # type: ignore[arg-type]
-    facts = (logits.shape[1], formula.top_k, logits.dtype, logits.device.type)
-    backend: ChoiceBackend = require(CHOICE_BACKENDS, ChoiceProblem(*facts))
+    place = (logits.device.type, capability(logits.device))
+    problem = ChoiceProblem(logits.shape[1], formula.top_k, logits.dtype, *place)
+    backend: ChoiceBackend = require(CHOICE_BACKENDS, problem)
     return backend.choose(logits, bias, formula)
 
 

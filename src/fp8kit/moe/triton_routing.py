@@ -19,7 +19,7 @@ from fp8kit.formats import FLOATS
 from fp8kit.fused.triton_output import narrow
 from fp8kit.moe import choice
 from fp8kit.moe.choice import ChoiceBackend, ChoiceProblem, Formula
-from fp8kit.quantizers.triton_encode import INTERPRETED, widen
+from fp8kit.quantizers.triton_encode import missing_gpu, widen
 from fp8kit.runtime.triton_launch import launch
 from fp8kit.runtime.triton_overlap import join_stream, overlaps
 
@@ -31,8 +31,8 @@ _TINY = tl.constexpr(choice.TINY)
 
 def supports(problem: ChoiceProblem) -> str | None:
     """Accept what the kernel covers, or give the reason why not."""
-    if not INTERPRETED.value and (problem.device_type != "cuda" or torch.version.hip is not None):
-        return "needs an NVIDIA GPU"
+    if missing := missing_gpu(problem.capability, (8, 0)):
+        return missing
     if problem.in_dtype not in FLOATS:
         return f"{problem.in_dtype} logits; the kernel reads bfloat16, float16 and float32"
     if problem.experts > _MOST_EXPERTS or problem.top_k > _MOST_CHOSEN:

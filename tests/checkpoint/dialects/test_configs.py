@@ -6,11 +6,15 @@ Whole checkpoints of every dialect are in ``tests/golden``.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
+import fp8kit
 from fp8kit.checkpoint.dialects import (
     DIALECTS,
     Numbers,
@@ -23,11 +27,14 @@ from fp8kit.checkpoint.dialects import (
 from fp8kit.checkpoint.dialects.by_layer import scheme_of_plain
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape
+from numerics import assert_bits_equal
 
 E4, F32, E8 = torch.float8_e4m3fn, torch.float32, torch.float8_e8m0fnu
 KINDS = {"a.weight": (E4, (256, 128))}
 FP8 = {"quant_method": "fp8"}
 AUTO_ROUND = {"quant_method": "auto-round"}
+FPW8A16 = AUTO_ROUND | {"bits": 8, "data_type": "fp", "group_size": 0, "fmt": "e4m3"}
+FPW8A16 |= {"activation_scheme": "dynamic"}
 MX_FP = AUTO_ROUND | {"data_type": "mx_fp"}
 MODELOPT = {"quant_method": "modelopt"}
 MIXED = {"quant_method": "modelopt_mixed", "quant_algo": "MIXED_PRECISION"}
@@ -102,6 +109,7 @@ def test_rotations_that_are_part_of_the_weights_change_nothing(config: Any) -> N
             "quark",
             Numbers(TENSOR, static=None),
         ),
+        (FPW8A16, "fp8", Numbers(static=None, weight_only=True)),
         (
             MODELOPT | {"quantization": {"quant_algo": "fp8_pb_wo"}},
             "modelopt",
@@ -140,6 +148,18 @@ def test_what_a_config_means_beside_inverse_scales(
     config: dict[str, Any], name: str, numbers: Numbers
 ) -> None:
     assert read(config, "weight_scale_inv") == (name, numbers)
+
+
+@pytest.mark.parametrize("group", [TENSOR, ROW], ids=str)
+def test_fpw8a16_of_auto_round_leaves_inputs_alone(group: GroupShape, tmp_path: Path) -> None:
+    q = fp8kit.quantize(torch.randn(256, 128), group, role="weight")
+    scale = q.scale.flatten().bfloat16()  # as it is written
+    save_file({"0.weight": q.data, "0.weight_scale": scale}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FPW8A16}))
+    model = fp8kit.load(tmp_path, nn.Sequential(nn.Linear(128, 256, bias=False)).bfloat16())
+    assert model[0].scheme == scheme_of(group, None)
+    weight = q.data.float() * scale.float().view(-1, 1)
+    assert_bits_equal(model[0].to_linear(torch.float32).weight.detach(), weight)
 
 
 def test_flat_modelopt_counts_more_than_nested() -> None:

@@ -4,7 +4,7 @@ The name says inverse, the value multiplies. ``scale_fmt: ue8m0`` makes scales p
 in F32 (DeepSeek V3.1) or as E8M0 under the name ``scale`` (V4, whose experts may be FP4 with a
 scale for every 32 columns, read as MXFP8). ``weight_block_size: null`` is one scale per tensor,
 then with ``activation_scale`` if ``activation_scheme`` is static. AutoRound's ``auto_round:fp8``
-packs weights alike.
+packs weights alike, and so does its FPW8A16, which names no packing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def _detect(source: Source) -> bool:
     found = source.quantization
     if source.method in ("auto-round", "intel/auto-round"):
         said = f"{found.get('packing_format')} {found.get('data_type')}"
-        return "fp8" in said or "nv_fp" in said  # NVFP4 is FP8 once it is read
+        # NVFP4 is FP8 once it is read
+        return "fp8" in said or "nv_fp" in said or _is_fpw8a16(found)
     if source.method not in ("fp8", "deepseek-v4-fp8"):
         return False
     named = source.has("weight_scale_inv", "proj_scale_inv", "activation_scale")
@@ -37,9 +38,17 @@ def _detect(source: Source) -> bool:
 def _parse(source: Source) -> Announcement:
     found = source.quantization
     numbers = fp8_numbers(found)
+    if _is_fpw8a16(found):
+        numbers = Numbers(static=None, weight_only=True)
     base.choice(found, "expert_dtype", ("fp8", "fp4", None))
     ignore = base.strings(found, "ignored_layers", "modules_to_not_convert")
     return Announcement(lambda n: Numbers(MX, MX) if _is_mx(n, source) else numbers, ignore)
+
+
+def _is_fpw8a16(found: JsonObject) -> bool:
+    """Return whether AutoRound left activations alone: it writes ``act_bits`` below 16 only."""
+    packed = found.get("packing_format"), found.get("act_bits")
+    return found.get("data_type") == "fp" and found.get("bits") == 8 and packed == (None, None)
 
 
 def _is_mx(layer: str, source: Source) -> bool:

@@ -7,11 +7,13 @@ for any other, Transformers builds the model on meta.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.checkpoint.streaming.layer_selection import Facts, KnownLayer
 from fp8kit.conversion.patterns import roles_by_name
-from fp8kit.conversion.report import TIED
+from fp8kit.conversion.report import TIED, tied_to
 
 # class -> the norms of q and k, and whether q, k and v have biases where the config does not say
 _KINDS = {
@@ -54,7 +56,8 @@ def facts_of_decoder(checkpoint: Checkpoint) -> Facts | None:
         obstacle = TIED if tied and name == "lm_head" else ""
         facts.layers[name] = KnownLayer((name,), obstacle, roles.get(name, ""), shape)
     if tied:
-        facts.absent = {"lm_head": facts.layers["lm_head"]}
+        own = tied_to("model.embed_tokens.weight")
+        facts.absent = {"lm_head": replace(facts.layers["lm_head"], obstacle=own)}
         facts.repeated = {"lm_head.weight"} if head else set()
         facts.layers = {n: x for n, x in facts.layers.items() if n != "lm_head" or head}
     return facts

@@ -156,7 +156,7 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
         choice.copies.append(name)
     for name, absent in facts.absent.items():
         excluded = patterns.exclusion([name], recipe.include, recipe.exclude, absent.role)
-        reason = excluded or absent.obstacle or "not on disk"
+        reason = "; ".join(filter(None, (excluded, absent.obstacle))) or "not on disk"
         choice.report.records.append(Record(name, "Linear", absent.shape, "skip", reason))
     # vLLM runs models that it has no class for by their modules, without renaming what is listed
     modules = (facts.modules[n] for n in choice.ignore if n in facts.modules)
