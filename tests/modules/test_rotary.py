@@ -176,25 +176,6 @@ def test_copies_and_pickles_compute_by_their_own_weights() -> None:
         assert_bits_equal(model(IDS).logits, expected)
 
 
-def test_a_shallow_copy_computes_by_its_own_attributes() -> None:
-    """As code makes one to repeat a layer, and gives it another place in the cache."""
-    model = converted()
-    layer = model.model.layers[0]
-    attention = layer.self_attn
-    with torch.no_grad():
-        before = model(IDS).logits
-        layer.self_attn = twin = copy.copy(attention)
-        twin.scaling = 3.0
-        found = model(IDS).logits
-        layer.self_attn = attention
-        assert_bits_equal(model(IDS).logits, before)
-        attention.scaling = 3.0
-        assert_bits_equal(found, model(IDS).logits)
-    assert not torch.equal(found, before)
-    for made in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
-        assert made.forward.__self__ is made
-
-
 def test_a_compiler_sees_the_class() -> None:
     model = converted()
     with torch.no_grad():

@@ -6,7 +6,6 @@ optimizers' groups, savers. Where kernels may not compute, the class does.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +18,6 @@ from fp8kit.modules.fused_producers import may_fuse
 from fp8kit.runtime.replay_cache import ReplayCache
 
 _REPLICATE = "_replicate_for_data_parallel"
-_NAMES = ("forward", _REPLICATE, "__getstate__")
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -34,15 +32,14 @@ def is_unchanged(module: nn.Module, told: Mapping[str, object]) -> bool:
 
 
 def set_forward(module: nn.Module, forward: Any) -> None:
-    """Give a module a ``forward`` of ours; replicas on other GPUs and shallow copies get none."""
+    """Give a module a ``forward`` of ours; its replicas on other GPUs get none."""
     module.forward = forward
     setattr(module, _REPLICATE, forward.replica)
-    setattr(module, "__getstate__", forward.state)  # noqa: B010
 
 
 def drop_forward(module: nn.Module) -> nn.Module:
     """Let a module run its class's ``forward`` again, and return it."""
-    for name in _NAMES:
+    for name in ("forward", _REPLICATE):
         vars(module).pop(name, None)
     return module
 
@@ -56,23 +53,6 @@ def own_forward(module: nn.Module) -> OwnForward | None:
     """Return the ``forward`` of ours that a module has, if it has one."""
     found = vars(module).get("forward")
     return found if isinstance(found, OwnForward) else None
-
-
-class _State(dict[str, Any]):
-    """What a module holds, whole where it is copied deeply or pickled.
-
-    ``copy.copy`` takes it as it is, without a ``forward``, which would be that of the original.
-    """
-
-    def __init__(self, held: dict[str, Any]) -> None:
-        super().__init__({n: v for n, v in held.items() if n not in _NAMES})
-        self._whole = dict(held)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return copy.deepcopy(self._whole, memo)
-
-    def __reduce_ex__(self, _: object) -> tuple[Any, ...]:
-        return dict, (self._whole,)
 
 
 class ModuleForward:
@@ -101,11 +81,6 @@ class ModuleForward:
     def replica(self) -> nn.Module:
         """Replicate the module for ``DataParallel``: what this holds is on another GPU."""
         return _replica(self.module)
-
-    def state(self) -> object:
-        """Return what copies and pickles of the module hold."""
-        held = type(self.module).__getstate__(self.module)  # type: ignore[no-untyped-call]
-        return _State(held) if isinstance(held, dict) else held
 
     def __getstate__(self) -> dict[str, Any]:
         """Name the module, and whether its class still has the code that is known."""
