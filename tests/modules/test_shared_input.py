@@ -19,14 +19,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import backend_tables
 import fp8kit
-from engine_formulas import OnGpu, on_gpu, plain
+from engine_formulas import on_gpu, plain
 from fp8kit.dispatch.backends import choose
 from fp8kit.matmul.problem import MATMUL_BACKENDS, MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.modules import shared_input, tracing
 from fp8kit.modules.joining import can_join
+from fp8kit.modules.norm_formula import NormFormula
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops import operators
 from fp8kit.quantizers.problem import QUANTIZER_BACKENDS, QuantizeProblem
+from fp8kit.runtime.replay_cache import ReplayCache
 from numerics import assert_bits_equal
 
 SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "FP8_TENSOR", "FP8_WEIGHT_ONLY")
@@ -856,34 +858,46 @@ def test_threads_do_not_take_what_waits_for_another(device: torch.device) -> Non
         assert_bits_equal(layer(stand_in), siblings_alone(layer, x))
 
 
-class Freed(OnGpu):
-    """Memory that waits for every stream that it is told of before it is used again."""
+class Streams:
+    """Which stream work goes to now, and to which ones memory was told of."""
 
-    told: list[str]
+    def __init__(self) -> None:
+        self.now = "main"
+        self.told: list[str] = []
 
-    def record_stream(self, stream: Any) -> None:
-        self.told.append(stream)
+
+@pytest.fixture
+def streams(faked_cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Streams:
+    made = Streams()
+    faked_cuda(current_stream=lambda _: made.now, is_current_stream_capturing=lambda: False)
+    monkeypatch.setattr(shared_input, "_current_stream", lambda _: made.now)
+    monkeypatch.setattr(Tensor, "record_stream", lambda _, stream: made.told.append(stream))
+    return made
 
 
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])
-def test_offered_codes_outlive_their_use_in_another_stream(
-    scheme: str, faked_cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = ["main"]
-    faked_cuda(current_stream=lambda _: now[0], is_current_stream_capturing=lambda: False)
-    monkeypatch.setattr(shared_input, "_current_stream", lambda _: now[0])
+def test_offered_codes_outlive_their_use_in_another_stream(scheme: str, streams: Streams) -> None:
     layers = siblings(torch.device("cpu"), scheme)
     group, x = SharedInput(layers), tokens(torch.device("cpu"))
-    for streams in (["main"] * 3, ["main", "side", "side"], ["side", "side", "main"]):
-        codes, now[0] = layers[0].quantize_input(x), "main"
-        data, scale = (t.as_subclass(Freed) for t in (codes.data, codes.scale))
-        data.told, scale.told = [], []
+    for order in (["main"] * 3, ["main", "side", "side"], ["side", "side", "main"]):
+        streams.now, streams.told = "main", []
         stand_in = on_gpu(torch.full_like(x, torch.nan))
-        group.offer(stand_in, dataclasses.replace(codes, data=data, scale=scale))
-        for layer, now[0] in zip(layers, streams, strict=True):
+        group.offer(stand_in, layers[0].quantize_input(x))
+        for layer, streams.now in zip(layers, order, strict=True):
             assert_bits_equal(plain(layer(stand_in)), siblings_alone(layer, x))
-        assert data.told == scale.told
-        assert set(data.told) == {*streams} - {"main"}
+        assert {*streams.told} == {*order} - {"main"}
+
+
+def test_offered_products_outlive_their_use_in_another_stream(streams: Streams) -> None:
+    layers = siblings(torch.device("cpu"), "FP8_DYNAMIC")
+    group, x = SharedInput(layers, unchanging=True), tokens(torch.device("cpu"))
+    norm = nn.RMSNorm(x.shape[-1], dtype=x.dtype).requires_grad_(False)
+    call = NormFormula("rms_norm", 1e-6).codes((x,), norm, layers[0].scheme)
+    stand_in = on_gpu(torch.full_like(x, torch.nan))
+    assert group.produce(stand_in, ReplayCache(), call) == []
+    for layer, streams.now in zip(layers, ("main", "side", "other"), strict=True):
+        assert plain(layer(stand_in)).isfinite().all()
+    assert streams.told == ["side", "other"]
 
 
 @pytest.mark.gpu

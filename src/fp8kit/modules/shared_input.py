@@ -65,7 +65,7 @@ class _Pending:
     results: _Results
     codes: RowCodes | None = None
     values: Tensor | None = None  # of an input in host memory, where NumPy writes uncounted
-    stream: int = 0  # in which the codes were made
+    stream: int = 0  # in which what is offered was made
 
 
 class _Local(threading.local):
@@ -177,16 +177,16 @@ class SharedInput:
         result, weights = pending.results.pop(id(member), (None, None))
         if not pending.results:
             self._pending = None
-        changed = weights != _OFFERED and weights != _weight_state(member, _stream(x))
+        stream, codes = _stream(x), pending.codes
+        changed = weights != _OFFERED and weights != _weight_state(member, stream)
         if result is not None and not changed:
+            _keep_for(stream, pending, result)
             return result
-        if pending.codes is None or (changed and result is None):
+        if codes is None or (changed and result is None):
             return None
         # offered: the input was never written, so that nothing else can be computed from it
-        if pending.stream != _stream(x):  # nobody but the group holds them, and may let go first
-            for t in (pending.codes.data, pending.codes.scale):
-                t.record_stream(torch.cuda.current_stream(x.device))
-        return self._from_codes(member, pending, pending.codes)
+        _keep_for(stream, pending, *codes.inputs)
+        return self._from_codes(member, pending, codes)
 
     def offer(self, stand_in: Tensor, codes: RowCodes) -> None:
         """Take codes that were made elsewhere; members called with ``stand_in`` multiply them.
@@ -211,7 +211,7 @@ class SharedInput:
         members = self.members
         parts = zip(members, self._split(y, members), strict=True)
         results: _Results = {id(m): (part, _OFFERED) for m, part in parts}
-        self._pending = _Pending(stand_in, None, results)
+        self._pending = _Pending(stand_in, None, results, stream=_stream(stand_in))
         return others
 
     def multiply(self, call: CodesCall, last: Fp8Linear | None = None) -> list[Tensor] | None:
@@ -446,6 +446,13 @@ def _stream(x: Tensor) -> int:
         return _current_stream(x.get_device()) if x.is_cuda else 0
     except RuntimeError:  # a fake tensor may be on a device that is not there
         return 0
+
+
+def _keep_for(stream: int, pending: _Pending, *held: Tensor) -> None:
+    """Keep memory of what waits while a stream reads it that has not made it."""
+    if stream != pending.stream:
+        for tensor in held:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _weight_state(member: Fp8Linear, stream: int) -> _State:
