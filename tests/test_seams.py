@@ -12,7 +12,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src" / "fp8kit"
-PATCHES, PRIVATE_READS = 59, 30
+PATCHES, PRIVATE_READS = 60, 30
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 # attributes of torch that the package sets or reads, too
 OF_TORCH = {"_parameters", "_version", "_apply", "_replicate_for_data_parallel"}

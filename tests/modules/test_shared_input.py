@@ -22,7 +22,7 @@ import fp8kit
 from engine_formulas import on_gpu, plain
 from fp8kit.dispatch.backends import choose
 from fp8kit.matmul.problem import MATMUL_BACKENDS, MatmulBackend, MatmulOperands, MatmulProblem
-from fp8kit.modules import shared_input, tracing
+from fp8kit.modules import pending, tracing
 from fp8kit.modules.joining import can_join
 from fp8kit.modules.norm_formula import NormFormula
 from fp8kit.modules.shared_input import SharedInput
@@ -870,7 +870,7 @@ class Streams:
 def streams(faked_cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Streams:
     made = Streams()
     faked_cuda(current_stream=lambda _: made.now, is_current_stream_capturing=lambda: False)
-    monkeypatch.setattr(shared_input, "_current_stream", lambda _: made.now)
+    monkeypatch.setattr(pending, "_current_stream", lambda _: made.now)
     monkeypatch.setattr(Tensor, "record_stream", lambda _, stream: made.told.append(stream))
     return made
 

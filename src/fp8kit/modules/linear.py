@@ -247,10 +247,7 @@ class Fp8Linear(nn.Linear):
         constants = self.operands()[:3]
         if isinstance(codes, CodesCall):
             return codes.multiplied(self.replays, constants, self._options)[0]
-        inputs, options = (
-            (codes.data, codes.scale),
-            operators.options_of_codes(codes, self._options),
-        )
+        inputs, options = codes.inputs, operators.options_of_codes(codes, self._options)
         if _is_compiling():
             return operators.codes_registered(*inputs, *constants, *options)
         y: Tensor = self.replays.call(operators.CODES, inputs, constants, options)

@@ -15,10 +15,8 @@ codes.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +28,16 @@ from fp8kit.modules.joining import MOST_JOINED_ROWS, can_join, can_share, may_mo
 from fp8kit.modules.kept_weight import follow_original
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import any_trained
+from fp8kit.modules.pending import (
+    OFFERED,
+    Pending,
+    Results,
+    Waiting,
+    input_state,
+    keep_for,
+    stream_of,
+    weight_state,
+)
 from fp8kit.modules.tracing import constant_in_graphs
 from fp8kit.ops import operators
 from fp8kit.ops.operators import CodesCall, RowCodes
@@ -42,36 +50,11 @@ from fp8kit.runtime.replay_cache import (
     is_traced,
     jit_tracing,
 )
-from fp8kit.runtime.weight_hazards import invalidate, join, version
+from fp8kit.runtime.weight_hazards import invalidate, join
 
 _JOINED_DEVICES = ("cpu", "cuda")  # where memory changes hands by DLPack, both ways
 # what torch does not declare for type checkers
-_autocast, _grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
-_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 _dlpack: Any = dlpack
-
-
-_State = tuple[object, ...]
-_Results = dict[int, tuple[Tensor | None, _State]]
-_OFFERED: _State = ()  # of a layer that can only multiply codes: its input was never written
-
-
-@dataclass(slots=True)
-class _Pending:
-    """What the first sibling left: results by layer, or codes that each still multiplies."""
-
-    x: Tensor
-    state: _State | None  # not asked of a stand-in, which only known code has
-    results: _Results
-    codes: RowCodes | None = None
-    values: Tensor | None = None  # of an input in host memory, where NumPy writes uncounted
-    stream: int = 0  # in which what is offered was made
-
-
-class _Local(threading.local):
-    """What waits in one thread: calls of others between two siblings must not take it away."""
-
-    pending: _Pending | None = None
 
 
 class SharedInput:
@@ -110,11 +93,11 @@ class SharedInput:
         return [member for ref in self._refs if (member := ref()) is not None]
 
     @property
-    def _pending(self) -> _Pending | None:
+    def _pending(self) -> Pending | None:
         return self._local.pending
 
     @_pending.setter
-    def _pending(self, pending: _Pending | None) -> None:
+    def _pending(self, pending: Pending | None) -> None:
         self._local.pending = pending
 
     def __call__(self, member: Fp8Linear, x: Tensor) -> Tensor:
@@ -162,7 +145,7 @@ class SharedInput:
 
     def _forget(self) -> None:
         self.replays = ReplayCache()
-        self._local = _Local()
+        self._local = Waiting()
         self._captured = False
 
     def _take(self, member: Fp8Linear, x: Tensor) -> Tensor | None:
@@ -170,22 +153,22 @@ class SharedInput:
         pending = self._pending
         if pending is None or pending.x is not x:
             return None
-        if pending.state is not None and pending.state != _input_state(x):
+        if pending.state is not None and pending.state != input_state(x):
             return None
         if pending.values is not None and not torch.equal(pending.values, x):
             return None
         result, weights = pending.results.pop(id(member), (None, None))
         if not pending.results:
             self._pending = None
-        stream, codes = _stream(x), pending.codes
-        changed = weights != _OFFERED and weights != _weight_state(member, stream)
+        stream, codes = stream_of(x), pending.codes
+        changed = weights != OFFERED and weights != weight_state(member, stream)
         if result is not None and not changed:
-            _keep_for(stream, pending, result)
+            keep_for(stream, pending, result)
             return result
         if codes is None or (changed and result is None):
             return None
         # offered: the input was never written, so that nothing else can be computed from it
-        _keep_for(stream, pending, *codes.inputs)
+        keep_for(stream, pending, *codes.inputs)
         return self._from_codes(member, pending, codes)
 
     def offer(self, stand_in: Tensor, codes: RowCodes) -> None:
@@ -193,9 +176,9 @@ class SharedInput:
 
         ``stand_in`` is the tensor object that they will be called with; its values are not read.
         """
-        everyone: _Results = {id(m): (None, _OFFERED) for m in self.members}
-        state, stream = _input_state(stand_in), _stream(stand_in)
-        self._pending = _Pending(stand_in, state, everyone, codes, stream=stream)
+        everyone: Results = {id(m): (None, OFFERED) for m in self.members}
+        state, stream = input_state(stand_in), stream_of(stand_in)
+        self._pending = Pending(stand_in, state, everyone, codes, stream=stream)
 
     def produce(self, stand_in: Tensor, replays: ReplayCache, call: CodesCall) -> list[Tensor]:
         """Offer what a call makes of an input that ``stand_in`` stands for; give the other results.
@@ -210,8 +193,8 @@ class SharedInput:
         y, *others = found
         members = self.members
         parts = zip(members, self._split(y, members), strict=True)
-        results: _Results = {id(m): (part, _OFFERED) for m, part in parts}
-        self._pending = _Pending(stand_in, None, results, stream=_stream(stand_in))
+        results: Results = {id(m): (part, OFFERED) for m, part in parts}
+        self._pending = Pending(stand_in, None, results, stream=stream_of(stand_in))
         return others
 
     def multiply(self, call: CodesCall, last: Fp8Linear | None = None) -> list[Tensor] | None:
@@ -240,7 +223,7 @@ class SharedInput:
             found = self._multiply(*step, call.constants, after)
         return found
 
-    def _from_codes(self, member: Fp8Linear, pending: _Pending, codes: RowCodes) -> Tensor:
+    def _from_codes(self, member: Fp8Linear, pending: Pending, codes: RowCodes) -> Tensor:
         few = self._refs[0]() is member and codes.data.shape[0] <= MOST_JOINED_ROWS
         members = self.members if few else []
         inputs, options = codes.inputs, operators.options_of_codes(codes, member.options())
@@ -252,16 +235,16 @@ class SharedInput:
                 return member.multiply(codes)
             y = self._multiply(operators.CODES, inputs, options)
         first, *rest = self._split(y, members)
-        stream = _stream(pending.x)
+        stream = stream_of(pending.x)
         for other, part in zip(members[1:], rest, strict=True):
-            pending.results[id(other)] = (part, _weight_state(other, stream))
+            pending.results[id(other)] = (part, weight_state(other, stream))
         return first
 
     def _quantized_once(self, member: Fp8Linear, x: Tensor) -> Tensor:
         codes = member.quantize_input(x)
-        stream = _stream(x)
-        rest: _Results = {id(m): (None, _weight_state(m, stream)) for m in self.members[1:]}
-        self._pending = _Pending(x, _input_state(x), rest, codes, self._copied(x), stream)
+        stream = stream_of(x)
+        rest: Results = {id(m): (None, weight_state(m, stream)) for m in self.members[1:]}
+        self._pending = Pending(x, input_state(x), rest, codes, self._copied(x), stream)
         return member.multiply(codes)
 
     def _copied(self, x: Tensor) -> Tensor | None:
@@ -336,12 +319,12 @@ class SharedInput:
     def _keep(self, x: Tensor, y: Tensor, members: Sequence[Fp8Linear]) -> Tensor:
         """Give the first member's part of a joined result, and keep the others' for their calls."""
         first, *rest = self._split(y, members)
-        stream = _stream(x)
-        results: _Results = {
-            id(m): (part, _weight_state(m, stream))
+        stream = stream_of(x)
+        results: Results = {
+            id(m): (part, weight_state(m, stream))
             for m, part in zip(members[1:], rest, strict=True)
         }
-        self._pending = _Pending(x, _input_state(x), results, values=self._copied(x))
+        self._pending = Pending(x, input_state(x), results, values=self._copied(x))
         return first
 
     def _replay(
@@ -424,41 +407,3 @@ def _with_own_storage(part: Tensor) -> Tensor:
     """Give a contiguous part of a tensor as a storage of its own, which keeps the memory alive."""
     own: Tensor = _dlpack.from_dlpack(_dlpack.to_dlpack(part))
     return own
-
-
-def _input_state(x: Tensor) -> _State:
-    dtype = None
-    if _autocast() and not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-    return _grad_enabled(), x.requires_grad, version(x), _address(x), dtype
-
-
-def _address(x: Tensor) -> int:
-    try:
-        return x.data_ptr() if type(x) is Tensor else 0  # a fake one has no data
-    except RuntimeError:  # nor has one of a transform
-        return 0
-
-
-def _stream(x: Tensor) -> int:
-    """Return where work goes now; for a sibling in another stream no result is there yet."""
-    try:
-        return _current_stream(x.get_device()) if x.is_cuda else 0
-    except RuntimeError:  # a fake tensor may be on a device that is not there
-        return 0
-
-
-def _keep_for(stream: int, pending: _Pending, *held: Tensor) -> None:
-    """Keep memory of what waits while a stream reads it that has not made it."""
-    if stream != pending.stream:
-        for tensor in held:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-
-def _weight_state(member: Fp8Linear, stream: int) -> _State:
-    grad = _grad_enabled()
-    facts: list[object] = [member.options(), member.scale_ub, stream]
-    for t in (*member._parameters.values(), *member._buffers.values()):
-        if t is not None:
-            facts += id(t), version(t), grad and t.requires_grad
-    return tuple(facts)

@@ -1,0 +1,84 @@
+"""What the first of sibling layers leaves for the others: their results, or codes to multiply.
+
+It is taken by the call that it waits for, with the same input and in the same state of all that it
+depends on; any other call computes for itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.modules.linear import Fp8Linear
+from fp8kit.ops.operators import RowCodes
+from fp8kit.runtime.weight_hazards import version
+
+# what torch does not declare for type checkers
+_autocast, _grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
+
+State = tuple[object, ...]
+Results = dict[int, tuple[Tensor | None, State]]
+OFFERED: State = ()  # of a layer whose input was never written: it takes what is there
+
+
+@dataclass(slots=True)
+class Pending:
+    """What the first sibling left: results by layer, or codes that each still multiplies."""
+
+    x: Tensor
+    state: State | None  # not asked of a stand-in, which only known code has
+    results: Results
+    codes: RowCodes | None = None
+    values: Tensor | None = None  # of an input in host memory, where NumPy writes uncounted
+    stream: int = 0  # in which what is offered was made
+
+
+class Waiting(threading.local):
+    """What waits in one thread: calls of others between two siblings must not take it away."""
+
+    pending: Pending | None = None
+
+
+def input_state(x: Tensor) -> State:
+    """Return what an input's results depend on beside the object: its writes, and torch's modes."""
+    dtype = None
+    if _autocast() and not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    return _grad_enabled(), x.requires_grad, version(x), _address(x), dtype
+
+
+def _address(x: Tensor) -> int:
+    try:
+        return x.data_ptr() if type(x) is Tensor else 0  # a fake one has no data
+    except RuntimeError:  # nor has one of a transform
+        return 0
+
+
+def stream_of(x: Tensor) -> int:
+    """Return where work goes now; for a sibling in another stream no result is there yet."""
+    try:
+        return _current_stream(x.get_device()) if x.is_cuda else 0
+    except RuntimeError:  # a fake tensor may be on a device that is not there
+        return 0
+
+
+def keep_for(stream: int, pending: Pending, *held: Tensor) -> None:
+    """Keep memory of what waits while a stream reads it that has not made it."""
+    if stream != pending.stream:
+        for tensor in held:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def weight_state(member: Fp8Linear, stream: int) -> State:
+    """Return what a layer's result depends on beside its input; writes count by versions."""
+    grad = _grad_enabled()
+    facts: list[object] = [member.options(), member.scale_ub, stream]
+    for t in (*member._parameters.values(), *member._buffers.values()):
+        if t is not None:
+            facts += id(t), version(t), grad and t.requires_grad
+    return tuple(facts)
