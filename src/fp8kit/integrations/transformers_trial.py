@@ -22,7 +22,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from fp8kit.checkpoint.dialects import JsonObject, Kinds
-from fp8kit.checkpoint.schema.naming import sort_names
+from fp8kit.checkpoint.schema.naming import experts_of, sort_names
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError
 
@@ -163,8 +163,10 @@ def _try(model: Any, quantization: JsonObject, kinds: Kinds) -> _Trial:
     errors += [f"{n}: {list(a)}, not {list(b)}" for n, a, b in info.mismatched_keys]
     trial = _Trial(kind, set(info.missing_keys), [], [], set(), errors)
     places = {n: place for n, (place, _) in renamed(model, rules, kinds).items()}
-    for parts in sort_names(kinds).layers.values():
-        scales = [places[s] for s in (*parts.scales, *parts.input_scales)]
+    for name, parts in sort_names(kinds).layers.items():
+        # what goes into experts it does not quantize, and leaves the scales for that aside
+        inputs = [] if experts_of(name) else parts.input_scales
+        scales = [places[s] for s in (*parts.scales, *inputs)]
         trial.coded.add(places[parts.weight].rpartition(".")[0])
         if places[parts.weight] in info.unexpected_keys:
             trial.lost.append(parts.weight)
