@@ -34,9 +34,10 @@ _SCALES = ("_scale", "_scale_inv")
 def accepted(build: Callable[[], Any], quantization: JsonObject, kinds: Kinds) -> JsonObject:
     """Return the quantization config with which Transformers loads what is about to be written.
 
-    A model on meta is filled by the library's own loader. Modules that it would make FP8, and for
-    which the checkpoint has no scales, are added to those that it is to ignore. ``build`` makes the
-    dense model on meta, anew at each call. Raises ``CheckpointError`` if Transformers would stop,
+    A model on meta is filled by the library's own loader. Layers that groups name as files do are
+    named as in the model, too. Modules that it would make FP8, and for which the checkpoint has no
+    scales, are added to those that it is to ignore. ``build`` makes the dense model on meta, anew
+    at each call. Raises ``CheckpointError`` if Transformers would stop,
     lose FP8 tensors, or draw some at random.
     """
     if quantization.get("quant_method") not in _METHODS:
@@ -45,6 +46,8 @@ def accepted(build: Callable[[], Any], quantization: JsonObject, kinds: Kinds) -
         model = build()
     except Exception as error:  # of many kinds, by model and version
         return _unchecked(quantization, error)
+    if "config_groups" in quantization:
+        quantization = quantization | {"config_groups": _groups_in(model, quantization)}
     try:
         found = _try(model, quantization, kinds)
         if dense := found.dense():
@@ -57,6 +60,19 @@ def accepted(build: Callable[[], Any], quantization: JsonObject, kinds: Kinds) -
         return _unchecked(quantization, error)
     found.check()
     return quantization
+
+
+def _groups_in(model: Any, quantization: JsonObject) -> JsonObject:
+    """Return the groups of compressed-tensors with the names that layers on disk have in a model."""
+    groups: JsonObject = copy.deepcopy(quantization["config_groups"])
+    modules = {n for n, _ in model.named_modules()}
+    rules = get_model_conversion_mapping(model)
+    for group in groups.values():
+        weights = [f"{t}.weight" for t in group["targets"] if not t.isidentifier()]
+        places = (place for place, _ in renamed(model, rules, weights).values())
+        inside = {place.removesuffix(".weight") for place in places} & modules
+        group["targets"] = sorted({*group["targets"], *inside})
+    return groups
 
 
 def accepted_of(
