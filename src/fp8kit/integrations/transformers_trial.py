@@ -63,7 +63,7 @@ def accepted(build: Callable[[], Any], quantization: JsonObject, kinds: Kinds) -
 
 
 def _groups_in(model: Any, quantization: JsonObject) -> JsonObject:
-    """Return the groups of compressed-tensors with the names that layers on disk have in a model."""
+    """Return the groups of compressed-tensors, with the names of their layers in a model."""
     groups: JsonObject = copy.deepcopy(quantization["config_groups"])
     modules = {n for n, _ in model.named_modules()}
     rules = get_model_conversion_mapping(model)
