@@ -13,11 +13,13 @@ from safetensors.torch import load_file
 
 import fp8kit
 from fp8kit.errors import CheckpointError
+from fp8kit.modules.linear import Fp8Linear
 from tiny_experts import tiny
 
 transformers = pytest.importorskip("transformers")
 from fp8kit.integrations.transformers_trial import accepted, accepted_of  # noqa: E402
 
+SHARD = "model.safetensors"
 KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 SIZES = {"vocab_size": 160, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
 
@@ -149,3 +151,27 @@ def test_mx_of_a_model_in_fp32_runs_in_transformers(tmp_path: Path) -> None:
     ids = torch.arange(8)[None]
     assert again.dtype == torch.float32
     assert (again(ids).logits - model(ids).logits).norm() < 0.1 * model(ids).logits.norm()
+
+
+def test_groups_name_layers_as_in_the_model_and_as_in_files(tmp_path: Path) -> None:
+    """A model of several parts is saved under other names than it has in memory."""
+    text = transformers.LlamaConfig(**SIZES, num_attention_heads=2)
+    vision = transformers.CLIPVisionConfig(hidden_size=96, num_hidden_layers=1, image_size=32)
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision)
+    model = transformers.LlavaForConditionalGeneration(config).bfloat16()
+    fp8kit.convert(model, include=["*language_model*mlp*"], exclude=[])
+    fp8kit.convert(model, "FP8_WEIGHT_ONLY", include=["*language_model*self_attn*"], exclude=[])
+    wanted = {n: str(m.scheme) for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
+    assert {*wanted.values()} == {"FP8_DYNAMIC", "FP8_WEIGHT_ONLY"}
+    fp8kit.save(model, tmp_path / "vllm")
+    fp8kit.convert_checkpoint(tmp_path / "vllm", tmp_path / "fp8", target="transformers")
+    for folder in ("vllm", "fp8"):
+        assert wanted.keys().isdisjoint(
+            name.removesuffix(".weight") for name in load_file(tmp_path / folder / SHARD)
+        )
+        read = fp8kit.load(tmp_path / folder)
+        assert wanted == {n: str(read.get_submodule(n).scheme) for n in wanted}
+    theirs = type(model).from_pretrained(tmp_path / "fp8", dtype=torch.bfloat16)
+    for name, scheme in wanted.items():
+        inputs = theirs.get_submodule(name).quantization_scheme.input_activations
+        assert (inputs is None) == (scheme == "FP8_WEIGHT_ONLY"), name

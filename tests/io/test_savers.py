@@ -494,6 +494,20 @@ def adapted(base: Any) -> Any:
     return model.eval()
 
 
+@pytest.mark.parametrize("scheme", ["FP8_BLOCK", "MXFP8", "FP8_TENSOR"])
+def test_a_trainer_resumes_from_the_files_that_it_saved(scheme: str, tmp_path: Path) -> None:
+    """It reads them name by name into the model, whatever their dialect calls the scales."""
+    model, other = llama(scheme), llama(scheme)
+    for tensor in other.state_dict().values():
+        tensor.view(torch.uint8).fill_(64)
+    arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to=[])
+    transformers.Trainer(model=model, args=arguments).save_model(tmp_path / "checkpoint-1")
+    (tmp_path / "checkpoint-1/trainer_state.json").write_text('{"global_step": 0}')
+    trainer = transformers.Trainer(model=other, args=arguments)
+    trainer._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    assert_same_tensors(model, other)
+
+
 @pytest.mark.filterwarnings("ignore")  # what peft says of its own code
 def test_an_adapter_is_saved_alone_and_loads(tmp_path: Path) -> None:
     base = llama()

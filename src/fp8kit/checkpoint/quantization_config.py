@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from fp8kit.checkpoint import exporting
 from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, FBGEMM, Dialect, JsonObject, Spec
-from fp8kit.checkpoint.dialects.base import scheme_of
 from fp8kit.checkpoint.expert_names import stacks_in
 from fp8kit.checkpoint.schema import targets
-from fp8kit.checkpoint.schema.naming import cache_strategy, named
+from fp8kit.checkpoint.schema.naming import cache_strategy
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import Scheme
@@ -76,25 +75,6 @@ def tell_of_stacks(names: Sequence[str]) -> None:
         )
 
 
-def tell_of_inputs(names: Sequence[str]) -> None:
-    """Warn of static experts, if any, whose input scales are left out for Transformers."""
-    if names:
-        warnings.warn(
-            f"The input scales of {len(names)} experts, e.g. {names[0]}, are left out: "
-            "Transformers merges experts, and does not quantize what goes into them.",
-            stacklevel=5,
-        )
-
-
-def _drop_input_scales(exported: exporting.Exported) -> None:
-    static = {name: layer for name, layer in exported.experts.items() if layer.scheme.static}
-    tell_of_inputs([*static])
-    for name, layer in static.items():
-        scheme = scheme_of(layer.scheme.weight, None)
-        exported.experts[name] = replace(layer, scheme=scheme, input_scale=None)
-        del exported.tensors[named(name, "input_scale")]
-
-
 def announce(
     model: nn.Module, exported: exporting.Exported, target: str, dialect: Dialect | None = None
 ) -> Announced:
@@ -102,8 +82,7 @@ def announce(
 
     Layers of one scheme are written in the dialect of that scheme, layers of several in
     compressed-tensors, which names those that differ from most, and layers with a ``scale_ub`` in
-    fbgemm, which alone has such a bound. For Transformers ``exported`` loses the input scales of
-    experts. Raises ``CheckpointError`` if there are no FP8 layers, if
+    fbgemm, which alone has such a bound. Raises ``CheckpointError`` if there are no FP8 layers, if
     they compute in several dtypes or have adapters, or bounds that differ, or if the target cannot
     load them.
     """
@@ -125,8 +104,6 @@ def announce(
         "is attached, or after PeftModel.unload().",
     )
     exporting.refuse_transposed(layers)
-    if target == "transformers":
-        _drop_input_scales(exported)
     kinds = {n: m.scheme.stored for n, m in layers.items()}
     counts = Counter(kinds.values())
     counts.update(layer.scheme for layer in exported.experts.values())

@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from fp8kit.checkpoint.dialects import Dialect, JsonObject, scheme_of
+from fp8kit.checkpoint.dialects import Dialect, JsonObject
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme
-from fp8kit.checkpoint.quantization_config import check_unknown, tell_of_inputs, tell_of_stacks
+from fp8kit.checkpoint.quantization_config import check_unknown, tell_of_stacks
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import engine_name, experts_of, named
 from fp8kit.checkpoint.schema.targets import check_layers, loads_stacks_alone, misfit
@@ -60,14 +60,12 @@ class Translation:
     """What is written.
 
     ``matrices`` stay FP8; ``unfit`` ones are decoded, because the target cannot load them.
-    ``apart`` are experts with a scheme of their own.
     """
 
     checkpoint: Checkpoint
     dialect: Dialect
     matrices: list[TranslatedMatrix]
     unfit: list[TranslatedMatrix] = field(default_factory=list)
-    apart: set[TranslatedMatrix] = field(default_factory=set)
 
 
 def matrices_of(checkpoint: Checkpoint) -> Iterator[TranslatedMatrix]:
@@ -133,11 +131,8 @@ def check_target(job: Translation, target: str, dense: list[str], unfit: str) ->
         shapes = {m.name: m.shape for m in job.matrices if m.scheme == scheme and not m.whole}
         others = {m.name: m.scheme for m in job.matrices if m.scheme != scheme}
         check_layers(target, scheme, shapes, dense, others=others, **given)
-    if job.dialect.name == "compressed-tensors":
-        if target == "vllm":
-            _check_input_scales(job)
-        if target == "transformers":
-            _drop_input_scales(job)
+    if job.dialect.name == "compressed-tensors" and target == "vllm":
+        _check_input_scales(job)
     single = [m.name for m in job.matrices if experts_of(m.name) and not m.whole]
     odd = [name for name in single if not _EXPERT.fullmatch(name)]
     if odd:
@@ -146,15 +141,6 @@ def check_target(job: Translation, target: str, dense: list[str], unfit: str) ->
             f"known to load; they are written as they are.",
             stacklevel=3,
         )
-
-
-def _drop_input_scales(job: Translation) -> None:
-    """Leave out the input scales of experts, which Transformers runs in high precision."""
-    experts = [m for m in job.matrices if experts_of(m.name) and m.scheme.static]
-    left = [m for m in job.matrices if m not in set(experts)]
-    job.apart = {replace(m, scheme=scheme_of(m.scheme.weight, None)) for m in experts}
-    job.matrices = sorted((*left, *job.apart), key=lambda m: m.name) if experts else left
-    tell_of_inputs([m.name for m in experts])
 
 
 def _check_input_scales(job: Translation) -> None:

@@ -22,7 +22,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from fp8kit.checkpoint.dialects import JsonObject, Kinds
-from fp8kit.checkpoint.schema.naming import sort_names
+from fp8kit.checkpoint.schema.naming import experts_of, sort_names
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError
 
@@ -34,9 +34,10 @@ _SCALES = ("_scale", "_scale_inv")
 def accepted(build: Callable[[], Any], quantization: JsonObject, kinds: Kinds) -> JsonObject:
     """Return the quantization config with which Transformers loads what is about to be written.
 
-    A model on meta is filled by the library's own loader. Modules that it would make FP8, and for
-    which the checkpoint has no scales, are added to those that it is to ignore. ``build`` makes the
-    dense model on meta, anew at each call. Raises ``CheckpointError`` if Transformers would stop,
+    A model on meta is filled by the library's own loader. Layers that groups name as files do are
+    named as in the model, too. Modules that it would make FP8, and for which the checkpoint has no
+    scales, are added to those that it is to ignore. ``build`` makes the dense model on meta, anew
+    at each call. Raises ``CheckpointError`` if Transformers would stop,
     lose FP8 tensors, or draw some at random.
     """
     if quantization.get("quant_method") not in _METHODS:
@@ -45,6 +46,8 @@ def accepted(build: Callable[[], Any], quantization: JsonObject, kinds: Kinds) -
         model = build()
     except Exception as error:  # of many kinds, by model and version
         return _unchecked(quantization, error)
+    if "config_groups" in quantization:
+        quantization = quantization | {"config_groups": _groups_in(model, quantization)}
     try:
         found = _try(model, quantization, kinds)
         if dense := found.dense():
@@ -57,6 +60,19 @@ def accepted(build: Callable[[], Any], quantization: JsonObject, kinds: Kinds) -
         return _unchecked(quantization, error)
     found.check()
     return quantization
+
+
+def _groups_in(model: Any, quantization: JsonObject) -> JsonObject:
+    """Return the groups of compressed-tensors, with the names of their layers in a model."""
+    groups: JsonObject = copy.deepcopy(quantization["config_groups"])
+    modules = {n for n, _ in model.named_modules()}
+    rules = get_model_conversion_mapping(model)
+    for group in groups.values():
+        weights = [f"{t}.weight" for t in group["targets"] if not t.isidentifier()]
+        places = (place for place, _ in renamed(model, rules, weights).values())
+        inside = {place.removesuffix(".weight") for place in places} & modules
+        group["targets"] = sorted({*group["targets"], *inside})
+    return groups
 
 
 def accepted_of(
@@ -163,8 +179,10 @@ def _try(model: Any, quantization: JsonObject, kinds: Kinds) -> _Trial:
     errors += [f"{n}: {list(a)}, not {list(b)}" for n, a, b in info.mismatched_keys]
     trial = _Trial(kind, set(info.missing_keys), [], [], set(), errors)
     places = {n: place for n, (place, _) in renamed(model, rules, kinds).items()}
-    for parts in sort_names(kinds).layers.values():
-        scales = [places[s] for s in (*parts.scales, *parts.input_scales)]
+    for name, parts in sort_names(kinds).layers.items():
+        # what goes into experts it does not quantize, and leaves the scales for that aside
+        inputs = [] if experts_of(name) else parts.input_scales
+        scales = [places[s] for s in (*parts.scales, *inputs)]
         trial.coded.add(places[parts.weight].rpartition(".")[0])
         if places[parts.weight] in info.unexpected_keys:
             trial.lost.append(parts.weight)

@@ -29,7 +29,6 @@ from fp8kit.moe.arguments import stacked_scale
 from fp8kit.quantizers.rebase import rebase
 
 UNFIT = ("refuse", "dequantize")
-_ALL_EXPERTS = r"re:.*\bexperts\.\d+\..*"
 
 
 def convert_checkpoint(
@@ -181,12 +180,8 @@ def _spec(job: Translation, dense: list[str]) -> Spec:
             "Something has to stay FP8.",
             "Name another target or scheme.",
         )
-    apart = [m for m in job.matrices if m in job.apart]
-    schemes = Counter(m.scheme for m in job.matrices if m not in job.apart)
-    main = targets.main_scheme(schemes or Counter(m.scheme for m in apart))
-    others = {m.name: m.scheme for m in job.matrices if m.scheme != main and m not in job.apart}
-    if apart and apart[0].scheme != main:
-        others[_ALL_EXPERTS] = apart[0].scheme
+    main = targets.main_scheme(Counter(m.scheme for m in job.matrices))
+    others = {m.name: m.scheme for m in job.matrices if m.scheme != main}
     heads = targets.output_heads(m.name for m in job.matrices)
     others |= {m.name: m.scheme for m in job.matrices if m.name in heads}
     cache = job.checkpoint.spec.kv_scales

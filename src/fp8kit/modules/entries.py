@@ -34,6 +34,7 @@ def quantized_entries(
     are, and with them their device. Raises ``CheckpointError`` if codes or scales come without each
     other or do not fit the layer.
     """
+    state_dict = _as_held(state_dict, prefix)
     weight = state_dict.get(prefix + "weight")
     scale = state_dict.get(prefix + "weight_scale")
     if weight is None and scale is not None:
@@ -78,6 +79,19 @@ def quantized_entries(
         layer.original_weight.copy_(weight.detach())
         layer.keep(layer.original_weight)
     return entries
+
+
+def _as_held(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return entries that are spelled as in files as a layer spells them.
+
+    Trainers fill models from the files that ``save_pretrained`` wrote, name by name.
+    """
+    inverse, scale = f"{prefix}weight_scale_inv", f"{prefix}weight_scale"
+    if inverse in state_dict and scale not in state_dict:
+        state_dict = {scale if n == inverse else n: t for n, t in state_dict.items()}
+    held = {n: state_dict[n] for n in (scale, f"{prefix}input_scale") if n in state_dict}
+    flat = {n: t.reshape(1, 1) for n, t in held.items() if t.shape in ((), (1,))}
+    return state_dict | flat if flat else state_dict
 
 
 def check_form(scheme: Scheme, name: str, state_dict: Mapping[str, Any]) -> bool:

@@ -163,6 +163,62 @@ def test_groups_may_differ_by_layer() -> None:
     }
 
 
+def grouped(**strategies: list[str]) -> dict[str, Any]:
+    """Make a config with a group for each strategy of weights, in this order, by its targets."""
+    config = changed()
+    groups = config["quantization_config"]["config_groups"]
+    common = groups.pop("group_0")
+    for strategy, targets in strategies.items():
+        groups[strategy] = copy.deepcopy(common) | {"targets": targets}
+        groups[strategy]["weights"]["strategy"] = strategy
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "layer"),
+    [
+        (grouped(channel=["re:.*proj"], tensor=["re:.*down_proj"]), "a.down_proj"),
+        (grouped(channel=["Embedding"], tensor=["Linear"]), "model.layers.0.up_proj"),
+        (grouped(channel=["Linear"], tensor=["Embedding"]), "model.embed_tokens"),
+        (grouped(channel=["re:a.*"], tensor=["a.b"]), "a.b"),
+    ],
+    ids=["patterns", "classes", "embedding", "name"],
+)
+def test_groups_that_overlap_count_as_in_the_library(config: dict[str, Any], layer: str) -> None:
+    """It sorts targets within names, patterns and classes, whatever the order of their groups."""
+    assert scheme_in(config, layer) == SCHEMES["FP8_TENSOR"]
+    lifecycle = pytest.importorskip("compressed_tensors.utils.match")
+    groups = config["quantization_config"]["config_groups"].values()
+    targets = [target for group in groups for target in group["targets"]]
+    module = torch.nn.Embedding(2, 2) if "embed" in layer else torch.nn.Linear(2, 2)
+    first, *_ = lifecycle.match_targets(layer, module, targets)
+    assert first in config["quantization_config"]["config_groups"]["tensor"]["targets"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "target"),
+    [
+        ("model.layers.0.mlp.up_proj", "re:model.language_model.layers.*mlp"),
+        ("language_model.model.layers.0.mlp.up_proj", "re:model.language_model.layers.*mlp"),
+        ("visual.blocks.0.mlp.up_proj", "re:model.visual.*mlp"),
+        ("vision_tower.vision_model.layers.0.mlp.up_proj", "re:model.vision_tower.layers.*mlp"),
+    ],
+)
+def test_groups_name_layers_as_in_the_model_in_memory(saved: str, target: str) -> None:
+    """llm-compressor writes them so; Transformers renames the layers when it saves them."""
+    config = grouped(channel=["Linear"], tensor=[target])
+    assert scheme_in(config, saved) == SCHEMES["FP8_DYNAMIC"]  # a text model has no other names
+    config["text_config"] = {}
+    assert scheme_in(config, saved) == SCHEMES["FP8_TENSOR"]
+    assert scheme_in(config, saved.replace("mlp", "attn")) == SCHEMES["FP8_DYNAMIC"]
+
+
+def test_a_layer_of_no_group_is_not_guessed() -> None:
+    with pytest.raises(CheckpointError, match=r"'re:a.*'.*one of which is for c, which is FP8"):
+        scheme_in(grouped(channel=["re:a.*"], tensor=["re:b.*"]), "c")
+    assert scheme_in(grouped(tensor=["re:a.*"]), "c") == SCHEMES["FP8_TENSOR"]
+
+
 def test_render_names_the_layers_of_other_schemes() -> None:
     others = {"b": SCHEMES["MXFP8"], "a": SCHEMES["FP8"], "c": SCHEMES["FP8"]}
     found = COMPRESSED_TENSORS.render(Spec(SCHEMES["FP8_DYNAMIC"], others=others))

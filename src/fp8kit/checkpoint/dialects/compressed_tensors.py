@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ _HISTORY = ("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype"
 # merged layers, and their parts on disk
 _MERGED_PARTS = {name: JOINED[name][0] for name in ("gate_up_proj", "qkv_proj")}
 _EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)(?:\.\d+\..+)?")
+_EMBEDDING = re.compile(r"(embed|wte|wpe)[^.]*$")
+_OUTER = re.compile(r"^(model\.|language_model\.)+")
 
 
 def _detect(source: Source) -> bool:
@@ -79,14 +82,23 @@ def _parse(source: Source) -> Announcement:
     said = {cache: groups and found.get("kv_cache_scheme"), quantized: attention}
     unread = tuple(sentence for sentence, reason in said.items() if reason)
 
+    # in the order in which the library tries them, which is not that of the groups
+    pairs = ((target, group) for targets, group in read for target in targets)
+    known = dict(sorted(pairs, key=itemgetter(0)))
+    classes = [target for target in known if target.isidentifier()]
+
     def numbers(layer: str) -> Numbers:
-        # a layer's own name counts before patterns, and those before the names of classes
-        for is_match in (str.__eq__, _is_pattern_of):
-            for targets, group in read:
-                if any(is_match(target, layer) for target in targets):
-                    return group
-        common = (g for t, g in read if any(c.isidentifier() for c in t))
-        return next(common, read[0][1] if read else Numbers())
+        for name in _names_of(layer, source.config):
+            patterns = (group for target, group in known.items() if _is_pattern_of(target, name))
+            if found := known.get(name) or next(patterns, None):
+                return found
+        kind = "Embedding" if _EMBEDDING.search(layer) else "Linear"
+        if classes:
+            return known[next(c for c in (kind, "Linear", *classes) if c in known)]
+        if len({*known.values()}) > 1:
+            wanted = f"groups one of which is for {layer}, which is FP8"
+            raise base.broken("config_groups with targets", [*known], wanted)
+        return next(iter(known.values()), Numbers())
 
     return Announcement(numbers, ignore, unread)
 
@@ -109,6 +121,21 @@ def _places_of_rotations(transforms: JsonObject) -> list[object]:
         uses = uses if isinstance(uses, list) else [None]
         found += [use.get("location") if isinstance(use, dict) else None for use in uses]
     return found
+
+
+def _names_of(layer: str, config: JsonObject) -> tuple[str, ...]:
+    """Return the name of a layer in its file, then others that it may have in Transformers' model.
+
+    Groups name layers as in the model in memory, and models of several parts are saved with others.
+    """
+    if "text_config" not in config:
+        return (layer,)
+    tail = _OUTER.sub("", layer, count=1)
+    if tail.startswith("layers."):
+        outer = ("model.language_model.", "language_model.model.", "model.")
+        return (layer, *(prefix + tail for prefix in outer))
+    tail = tail.replace(".vision_model.", ".", 1)
+    return layer, tail, f"model.{tail}"
 
 
 def _is_pattern_of(target: str, layer: str) -> bool:
