@@ -12,6 +12,7 @@ from torch import Tensor
 import fp8kit
 from engine_formulas import FP8, decoded, quantized, with_scale
 from fp8kit import compat
+from fp8kit.errors import InvalidType, InvalidValue
 from numerics import assert_bits_equal, assert_matmul, assert_scheme_error
 
 M, N, K = 5, 24, 32
@@ -76,6 +77,29 @@ def test_scaled_fp8_quant_takes_a_scale_bound_padding_and_output(x: Tensor) -> N
     assert_bits_equal(codes[:M], wanted)
     assert scale.shape == (8, 1)
     assert torch.equal(scale[:M], wanted_scale)
+
+
+@pytest.mark.parametrize("shape", [(K,), (2, M, K), ()])
+def test_scaled_fp8_quant_refuses_what_is_no_matrix(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidValue, match=r"It must be a matrix \[M, K\]"):
+        compat.scaled_fp8_quant(torch.ones(shape), num_token_padding=17)
+    with pytest.raises(InvalidType, match="Got input of type NoneType"):
+        compat.scaled_fp8_quant(None)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        torch.empty(M, K),
+        torch.empty(M, K, dtype=torch.float8_e5m2),
+        torch.empty(3, M, K, dtype=FP8),
+        torch.empty(M - 1, K, dtype=FP8),
+    ],
+    ids=lambda output: f"{output.dtype}-{tuple(output.shape)}",
+)
+def test_scaled_fp8_quant_writes_codes_as_they_are(x: Tensor, output: Tensor) -> None:
+    with pytest.raises(InvalidValue, match=rf"The codes are {FP8} \({M}, {K}\)"):
+        compat.scaled_fp8_quant(x, output=output)
 
 
 @pytest.mark.parametrize("group", [(-1, -1), (-1, 1), (1, -1), (-1, 8), (1, 16), (2, 16), (4, -1)])

@@ -20,6 +20,7 @@ from fp8kit.compat.capabilities import supports
 from fp8kit.compat.shapes import as_number, as_vector, stored, with_scale
 from fp8kit.errors import InvalidValue
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
+from fp8kit.ops import validation
 
 _DEVICE_IDENTITY: list[Tensor] = []
 
@@ -87,16 +88,24 @@ def scaled_fp8_quant(
 
     Raises:
         TypeError: if ``input`` is no float tensor.
-        ValueError: if the static scale has another number of elements.
+        ValueError: if ``input`` is no matrix, the static scale has another number of elements, or
+            ``output`` another shape or dtype than the codes.
 
     Example:
         >>> codes, scale = fp8kit.compat.scaled_fp8_quant(torch.randn(4, 64))
         >>> scale.shape
         torch.Size([1])
     """
+    validation.check_tensor("input", input)
+    if input.dim() != 2:
+        raise InvalidValue(
+            f"Got an input of shape {tuple(input.shape)}.",
+            "It must be a matrix [M, K]: padding adds rows to it.",
+            "Pass input.reshape(-1, input.shape[-1]), or use fp8kit.quantize.",
+        )
     dtype = output_dtype or torch.float8_e4m3fn
     if scale is not None:
-        given = torch.as_tensor(scale, device=getattr(input, "device", None))
+        given = torch.as_tensor(scale, device=input.device)
         codes = _static(input, given, group_shape, dtype)
     else:
         bound = None if scale_ub is None else as_number(scale_ub, input.device)
@@ -110,7 +119,15 @@ def scaled_fp8_quant(
         codes = codes.view(dtype)
         if given.shape == (input.shape[0], 1) and scale is None and use_per_token_if_dynamic:
             given = torch.nn.functional.pad(given, (0, 0, 0, missing), value=1.0)
-    return (codes if output is None else output.copy_(codes)), given
+    if output is None:
+        return codes, given
+    if (output.shape, output.dtype) != (codes.shape, codes.dtype):
+        raise InvalidValue(
+            f"Got an output of shape {tuple(output.shape)} and dtype {output.dtype}.",
+            f"The codes are {dtype} {tuple(codes.shape)}, and are written as they are.",
+            "Make it by torch.empty of this shape and dtype, or leave it out.",
+        )
+    return output.copy_(codes), given
 
 
 def _static(
