@@ -116,6 +116,15 @@ def test_scaled_fp8_quant_takes_static_scales_of_groups(group: tuple[int, int]) 
         compat.scaled_fp8_quant(x, torch.ones(77), group_shape=group)
 
 
+@pytest.mark.parametrize("shape", [(K,), (2, K, N), ()])
+def test_a_product_refuses_a_weight_that_is_no_matrix(x: Tensor, shape: tuple[int, ...]) -> None:
+    codes, scale = compat.scaled_fp8_quant(x)
+    weight = torch.zeros(shape, dtype=FP8)
+    with pytest.raises(InvalidValue, match=r"Got a weight of shape .* It is a matrix"):
+        compat.cutlass_scaled_mm(codes, weight, scale, scale, torch.bfloat16)
+
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("shape", ["column", "row", "flat"])
 def test_cutlass_scaled_mm_takes_scales_of_any_shape(

@@ -50,8 +50,15 @@ def with_scale(codes: Tensor, scale: Tensor | float) -> QTensor:
 def stored(weight: Tensor) -> Tensor:
     """Return a weight given as ``[K, N]`` as it is stored: ``[N, K]``, rows contiguous.
 
-    The view ``stored_weight.t()``, which engines pass, is undone without a copy.
+    The view ``stored_weight.t()``, which engines pass, is undone without a copy. Raises
+    ``ValueError`` if it is no matrix.
     """
+    if weight.dim() != 2:
+        raise InvalidValue(
+            f"Got a weight of shape {tuple(weight.shape)}.",
+            "It is a matrix, the view [K, N] of what is stored.",
+            "Pass stored.t(); stacks of experts go to fp8kit.moe.experts.",
+        )
     return weight.t().contiguous()
 
 

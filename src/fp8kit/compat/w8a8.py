@@ -185,13 +185,14 @@ def cutlass_scaled_mm(
     Example:
         >>> y = fp8kit.compat.cutlass_scaled_mm(a, w.t(), one, one, torch.bfloat16)
     """
-    bias = as_vector(bias, b.shape[1])
+    weight = stored(b)
+    bias = as_vector(bias, weight.shape[0])
     scale_a = torch.as_tensor(scale_a, device=a.device)
     scale_b = torch.as_tensor(scale_b, device=b.device)
     if _by_blocks(a, b, scale_a, scale_b):
-        weight = (stored(b), stored(scale_b))
-        return block_product((a, scale_a), weight, (BLOCK.rows, BLOCK.cols), out_dtype, bias)
-    x_q, w_q = with_scale(a, scale_a), with_scale(stored(b), scale_b)
+        blocks = (weight, stored(scale_b))
+        return block_product((a, scale_a), blocks, (BLOCK.rows, BLOCK.cols), out_dtype, bias)
+    x_q, w_q = with_scale(a, scale_a), with_scale(weight, scale_b)
     return functional.scaled_mm(x_q, w_q, bias, out_dtype=out_dtype)
 
 
