@@ -124,7 +124,6 @@ def test_a_product_refuses_a_weight_that_is_no_matrix(x: Tensor, shape: tuple[in
         compat.cutlass_scaled_mm(codes, weight, scale, scale, torch.bfloat16)
 
 
-
 @pytest.mark.parametrize(("rows", "columns"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("shape", ["column", "row", "flat"])
 def test_cutlass_scaled_mm_takes_scales_of_any_shape(

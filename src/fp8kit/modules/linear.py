@@ -32,6 +32,7 @@ from fp8kit.modules.parameters import (
     deepcopied,
     empty_tensors,
     frozen,
+    shallow_copied,
 )
 from fp8kit.modules.tracing import traced
 from fp8kit.ops import operators, validation
@@ -376,6 +377,8 @@ class Fp8Linear(nn.Linear):
             follow_original(self)
             self.keep(fn(self.original_weight))
         return self
+
+    __copy__ = shallow_copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Linear:
         """Copy the layer, and of its siblings none that is not copied with it."""
