@@ -97,9 +97,12 @@ def test_scaled_fp8_quant_refuses_what_is_no_matrix(shape: tuple[int, ...]) -> N
     ],
     ids=lambda output: f"{output.dtype}-{tuple(output.shape)}",
 )
-def test_scaled_fp8_quant_writes_codes_as_they_are(x: Tensor, output: Tensor) -> None:
-    with pytest.raises(InvalidValue, match=rf"The codes are {FP8} \({M}, {K}\)"):
+def test_quantizers_write_codes_as_they_are(x: Tensor, output: Tensor) -> None:
+    wanted = rf"The codes are {FP8} \({M}, {K}\)"
+    with pytest.raises(InvalidValue, match=wanted):
         compat.scaled_fp8_quant(x, output=output)
+    with pytest.raises(InvalidValue, match=wanted):
+        compat.per_token_group_quant_fp8(x, K, out_q=output)
 
 
 @pytest.mark.parametrize("group", [(-1, -1), (-1, 1), (1, -1), (-1, 8), (1, 16), (2, 16), (4, -1)])

@@ -17,7 +17,7 @@ from fp8kit import formats as fp8_formats
 from fp8kit import functional
 from fp8kit.compat.blocks import block_product
 from fp8kit.compat.capabilities import supports
-from fp8kit.compat.shapes import as_number, as_vector, stored, with_scale
+from fp8kit.compat.shapes import as_number, as_vector, stored, with_scale, written
 from fp8kit.errors import InvalidValue
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
 from fp8kit.ops import validation
@@ -119,15 +119,7 @@ def scaled_fp8_quant(
         codes = codes.view(dtype)
         if given.shape == (input.shape[0], 1) and scale is None and use_per_token_if_dynamic:
             given = torch.nn.functional.pad(given, (0, 0, 0, missing), value=1.0)
-    if output is None:
-        return codes, given
-    if (output.shape, output.dtype) != (codes.shape, codes.dtype):
-        raise InvalidValue(
-            f"Got an output of shape {tuple(output.shape)} and dtype {output.dtype}.",
-            f"The codes are {dtype} {tuple(codes.shape)}, and are written as they are.",
-            "Make it by torch.empty of this shape and dtype, or leave it out.",
-        )
-    return output.copy_(codes), given
+    return written(codes, output), given
 
 
 def _static(
