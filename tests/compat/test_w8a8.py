@@ -12,6 +12,7 @@ from torch import Tensor
 import fp8kit
 from engine_formulas import FP8, decoded, quantized, with_scale
 from fp8kit import compat
+from fp8kit.errors import InvalidType, InvalidValue
 from numerics import assert_bits_equal, assert_matmul, assert_scheme_error
 
 M, N, K = 5, 24, 32
@@ -78,6 +79,32 @@ def test_scaled_fp8_quant_takes_a_scale_bound_padding_and_output(x: Tensor) -> N
     assert torch.equal(scale[:M], wanted_scale)
 
 
+@pytest.mark.parametrize("shape", [(K,), (2, M, K), ()])
+def test_scaled_fp8_quant_refuses_what_is_no_matrix(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidValue, match=r"It must be a matrix \[M, K\]"):
+        compat.scaled_fp8_quant(torch.ones(shape), num_token_padding=17)
+    with pytest.raises(InvalidType, match="Got input of type NoneType"):
+        compat.scaled_fp8_quant(None)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        torch.empty(M, K),
+        torch.empty(M, K, dtype=torch.float8_e5m2),
+        torch.empty(3, M, K, dtype=FP8),
+        torch.empty(M - 1, K, dtype=FP8),
+    ],
+    ids=lambda output: f"{output.dtype}-{tuple(output.shape)}",
+)
+def test_quantizers_write_codes_as_they_are(x: Tensor, output: Tensor) -> None:
+    wanted = rf"The codes are {FP8} \({M}, {K}\)"
+    with pytest.raises(InvalidValue, match=wanted):
+        compat.scaled_fp8_quant(x, output=output)
+    with pytest.raises(InvalidValue, match=wanted):
+        compat.per_token_group_quant_fp8(x, K, out_q=output)
+
+
 @pytest.mark.parametrize("group", [(-1, -1), (-1, 1), (1, -1), (-1, 8), (1, 16), (2, 16), (4, -1)])
 def test_scaled_fp8_quant_takes_static_scales_of_groups(group: tuple[int, int]) -> None:
     x = torch.randn(8, K).bfloat16()
@@ -90,6 +117,14 @@ def test_scaled_fp8_quant_takes_static_scales_of_groups(group: tuple[int, int]) 
     assert_bits_equal(codes, with_scale(x, each))
     with pytest.raises(ValueError, match=r"Pass one number for each group|is one number"):
         compat.scaled_fp8_quant(x, torch.ones(77), group_shape=group)
+
+
+@pytest.mark.parametrize("shape", [(K,), (2, K, N), ()])
+def test_a_product_refuses_a_weight_that_is_no_matrix(x: Tensor, shape: tuple[int, ...]) -> None:
+    codes, scale = compat.scaled_fp8_quant(x)
+    weight = torch.zeros(shape, dtype=FP8)
+    with pytest.raises(InvalidValue, match=r"Got a weight of shape .* It is a matrix"):
+        compat.cutlass_scaled_mm(codes, weight, scale, scale, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(True, True), (False, True), (False, False)])

@@ -116,6 +116,16 @@ def test_copies_keep_every_bit(how: str, scheme: str) -> None:
     assert shared == (how == "copy")
 
 
+def test_a_shallow_copy_holds_the_same_parameters() -> None:
+    layer = layer_of()
+    twin = copy.copy(layer)
+    assert [*map(id, twin.parameters())] == [*map(id, layer.parameters())]
+    layer.to("meta")
+    assert all(p.is_meta for p in twin.parameters())
+    twin.accum = "fast"
+    assert layer.accum == "precise"
+
+
 def test_deepcopy_of_other_codes() -> None:
     scheme = Scheme("E5M2", fp8kit.ROW, fp8kit.ROW, dtype=torch.float8_e5m2)
     layer = Fp8Linear.from_linear(dense(), scheme)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fp8kit
+from fp8kit.errors import InvalidValue
 from fp8kit.modules.weight_parts import UNSET_SCALE, native_scheme
 
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
@@ -93,6 +94,14 @@ def test_what_does_not_fit_is_refused(function, scales, widths, error, said) -> 
 
 def every_code(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(256, dtype=torch.uint8).reshape(4, 64).view(dtype)
+
+
+@pytest.mark.parametrize("function", [fp8kit.join_scales, fp8kit.requantize])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_scales_without_values_are_refused(function, device: str) -> None:
+    codes = torch.zeros(6, 4, device=device).to(torch.float8_e4m3fn)
+    with pytest.raises(InvalidValue, match="on the meta device"):
+        function(codes, torch.empty(2, device="meta"), (4, 2))
 
 
 @pytest.mark.parametrize("group", [fp8kit.ROW, fp8kit.TENSOR, fp8kit.MX], ids=str)

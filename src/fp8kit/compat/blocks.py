@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fp8kit import functional
 from fp8kit.compat.arguments import teaches
+from fp8kit.compat.shapes import written
 from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import MX, ROW, GroupShape, QTensor, fp8_format
 from fp8kit.ops import operators
@@ -53,7 +54,7 @@ def per_token_group_quant_fp8(
 
     Raises:
         TypeError: if ``x`` is no float tensor, or ``dtype`` is not FP8.
-        ValueError: if ``group_size`` is not positive.
+        ValueError: if ``group_size`` is not positive, or ``out_q`` has another shape or dtype.
 
     Example:
         >>> codes, scale = fp8kit.compat.per_token_group_quant_fp8(torch.randn(4, 256), 128)
@@ -64,7 +65,7 @@ def per_token_group_quant_fp8(
     layout = "column" if column_major_scales else "row"
     group = GroupShape(1, group_size)
     codes, scale = _quantized(x, group, eps, bool(use_ue8m0), dtype=dtype or FP8, layout=layout)
-    return (codes if out_q is None else out_q.copy_(codes)), scale
+    return written(codes, out_q), scale
 
 
 def per_token_cast_to_fp8(

@@ -50,8 +50,15 @@ def with_scale(codes: Tensor, scale: Tensor | float) -> QTensor:
 def stored(weight: Tensor) -> Tensor:
     """Return a weight given as ``[K, N]`` as it is stored: ``[N, K]``, rows contiguous.
 
-    The view ``stored_weight.t()``, which engines pass, is undone without a copy.
+    The view ``stored_weight.t()``, which engines pass, is undone without a copy. Raises
+    ``ValueError`` if it is no matrix.
     """
+    if weight.dim() != 2:
+        raise InvalidValue(
+            f"Got a weight of shape {tuple(weight.shape)}.",
+            "It is a matrix, the view [K, N] of what is stored.",
+            "Pass stored.t(); stacks of experts go to fp8kit.moe.experts.",
+        )
     return weight.t().contiguous()
 
 
@@ -79,3 +86,20 @@ def with_scale_as_stored(weight: Tensor, scale: Tensor | float) -> QTensor:
 def as_vector(bias: Tensor | None, n: int) -> Tensor | None:
     """Return a bias of ``n`` elements in any shape as ``[n]``; others are refused by the core."""
     return bias.reshape(-1) if bias is not None and bias.numel() == n else bias
+
+
+def written(codes: Tensor, output: Tensor | None) -> Tensor:
+    """Write codes into an output, if there is one, and return where they are.
+
+    Raises ``ValueError`` if it has another shape or dtype: ``copy_`` would repeat rows, and make
+    numbers of codes.
+    """
+    if output is None:
+        return codes
+    if (output.shape, output.dtype) != (codes.shape, codes.dtype):
+        raise InvalidValue(
+            f"Got an output of shape {tuple(output.shape)} and dtype {output.dtype}.",
+            f"The codes are {codes.dtype} {tuple(codes.shape)}, and are written as they are.",
+            "Make it by torch.empty of this shape and dtype, or leave it out.",
+        )
+    return output.copy_(codes)

@@ -18,9 +18,10 @@ from fp8kit import functional
 from fp8kit.compat.arguments import teaches
 from fp8kit.compat.blocks import block_product
 from fp8kit.compat.capabilities import supports
-from fp8kit.compat.shapes import as_number, as_vector, stored, with_scale
+from fp8kit.compat.shapes import as_number, as_vector, stored, with_scale, written
 from fp8kit.errors import InvalidValue
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
+from fp8kit.ops import validation
 
 _DEVICE_IDENTITY: list[Tensor] = []
 
@@ -89,16 +90,24 @@ def scaled_fp8_quant(
 
     Raises:
         TypeError: if ``input`` is no float tensor.
-        ValueError: if the static scale has another number of elements.
+        ValueError: if ``input`` is no matrix, the static scale has another number of elements, or
+            ``output`` another shape or dtype than the codes.
 
     Example:
         >>> codes, scale = fp8kit.compat.scaled_fp8_quant(torch.randn(4, 64))
         >>> scale.shape
         torch.Size([1])
     """
+    validation.check_tensor("input", input)
+    if input.dim() != 2:
+        raise InvalidValue(
+            f"Got an input of shape {tuple(input.shape)}.",
+            "It must be a matrix [M, K]: padding adds rows to it.",
+            "Pass input.reshape(-1, input.shape[-1]), or use fp8kit.quantize.",
+        )
     dtype = output_dtype or torch.float8_e4m3fn
     if scale is not None:
-        given = torch.as_tensor(scale, device=getattr(input, "device", None))
+        given = torch.as_tensor(scale, device=input.device)
         codes = _static(input, given, group_shape, dtype)
     else:
         bound = None if scale_ub is None else as_number(scale_ub, input.device)
@@ -112,7 +121,7 @@ def scaled_fp8_quant(
         codes = codes.view(dtype)
         if given.shape == (input.shape[0], 1) and scale is None and use_per_token_if_dynamic:
             given = torch.nn.functional.pad(given, (0, 0, 0, missing), value=1.0)
-    return (codes if output is None else output.copy_(codes)), given
+    return written(codes, output), given
 
 
 def _static(
@@ -171,13 +180,14 @@ def cutlass_scaled_mm(
     Example:
         >>> y = fp8kit.compat.cutlass_scaled_mm(a, w.t(), one, one, torch.bfloat16)
     """
-    bias = as_vector(bias, b.shape[1])
+    weight = stored(b)
+    bias = as_vector(bias, weight.shape[0])
     scale_a = torch.as_tensor(scale_a, device=a.device)
     scale_b = torch.as_tensor(scale_b, device=b.device)
     if _by_blocks(a, b, scale_a, scale_b):
-        weight = (stored(b), stored(scale_b))
-        return block_product((a, scale_a), weight, (BLOCK.rows, BLOCK.cols), out_dtype, bias)
-    x_q, w_q = with_scale(a, scale_a), with_scale(stored(b), scale_b)
+        blocks = (weight, stored(scale_b))
+        return block_product((a, scale_a), blocks, (BLOCK.rows, BLOCK.cols), out_dtype, bias)
+    x_q, w_q = with_scale(a, scale_a), with_scale(weight, scale_b)
     return functional.scaled_mm(x_q, w_q, bias, out_dtype=out_dtype)
 
 

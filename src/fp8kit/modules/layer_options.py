@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import InvalidValue, check_switch
-from fp8kit.formats import QTensor, Scheme, scale_shape
+from fp8kit.formats import Scheme, scale_shape
 from fp8kit.ops import validation
-from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime.replay_cache import Options
 
 if TYPE_CHECKING:
@@ -99,28 +98,3 @@ def described(layer: Fp8Linear) -> str:
     found = {name: getattr(layer, name) for name in NAMES}
     said = f", scheme={layer.scheme}, compute_dtype={layer.compute_dtype}"
     return said + "".join(f", {name}={v}" for name, v in found.items() if v != usual[name])
-
-
-def row_codes(layer: Fp8Linear, x: QTensor) -> RowCodes:
-    """Return an input that is quantized already as a layer multiplies it.
-
-    Raises ``ValueError`` if granularity, codes, K or device are not those of the layer.
-    """
-    scheme = layer.scheme
-    if x.group != scheme.activation:
-        wanted, remedy = "16-bit activations", "."
-        if scheme.activation is not None:
-            wanted = f"{scheme.activation}-scaled activations"
-            remedy = f", which the layer quantizes, or quantize it per {scheme.activation}."
-        raise InvalidValue(
-            f"Got an input with {x.group} scales for a layer of scheme {scheme}.",
-            f"It multiplies {wanted}.",
-            f"Pass the tensor itself{remedy}",
-        )
-    validation.check_codes("an input", x.data.dtype, scheme)
-    validation.check_operands(x.data, layer.codes, layer.bias, layer.accum)
-    rows = math.prod(x.shape[:-1])
-    data, scale = x.data.reshape(rows, x.shape[-1]), x.scale
-    if not scheme.static and x.data.dim() != 2:
-        scale = scale.reshape(rows, scale.shape[-1])
-    return RowCodes(data, scale, x.group, x.shape, layer.compute_dtype)

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
-from torch.nested._internal import nested_tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8kit.errors import CheckpointError
@@ -25,6 +23,7 @@ from fp8kit.modules.entries import quantize_weight, quantized_entries, stored_te
 from fp8kit.modules.guarded_weight import guarded, taken, unmoved
 from fp8kit.modules.kept_weight import counted, follow_original, made_of_original
 from fp8kit.modules.libraries import tell_libraries
+from fp8kit.modules.other_inputs import OTHERS, of_others
 from fp8kit.modules.parameters import (
     apply_without_casts,
     as_bytes,
@@ -32,6 +31,7 @@ from fp8kit.modules.parameters import (
     deepcopied,
     empty_tensors,
     frozen,
+    shallow_copied,
 )
 from fp8kit.modules.tracing import traced
 from fp8kit.ops import operators, validation
@@ -41,7 +41,6 @@ from fp8kit.runtime.replay_cache import Options, ReplayCache
 from fp8kit.runtime.weight_hazards import invalidate, version
 
 _is_compiling = torch.compiler.is_compiling  # bound once, as every call asks
-_Jagged: Any = nested_tensor.NestedTensor
 _FROZEN = ("weight", "weight_scale", "weight_exponents", "input_scale")
 
 
@@ -202,8 +201,8 @@ class Fp8Linear(nn.Linear):
         Returns:
             In ``out_dtype``, else the dtype of ``input`` (or autocast's; ``compute_dtype``).
         """
-        if isinstance(input, (Proxy, QTensor, _Jagged)):
-            y: Tensor = self._of_others(input)
+        if isinstance(input, OTHERS):
+            y: Tensor = of_others(self, input)
             return y
         if self.original_weight is not None:
             follow_original(self)
@@ -317,15 +316,6 @@ class Fp8Linear(nn.Linear):
         self.original_weight = kept = counted(original_weight)
         self._quantized_from = (kept, version(kept))
 
-    def _of_others(self, x: Any) -> Any:
-        """Multiply codes, or a jagged tensor; of a proxy make one call in a ``torch.fx`` graph."""
-        if isinstance(x, QTensor):
-            return self.multiply(layer_options.row_codes(self, x))
-        if isinstance(x, _Jagged):
-            rows = self.forward(x.values())
-            return torch.nested.nested_tensor_from_jagged(rows, x.offsets(), x.lengths())
-        return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x,), {})
-
     def __setattr__(self, name: str, value: Any) -> None:
         """Put the options together when one is set, and not at every call."""
         if name != "scheme" and name not in layer_options.NAMES:
@@ -378,6 +368,8 @@ class Fp8Linear(nn.Linear):
             follow_original(self)
             self.keep(fn(self.original_weight))
         return self
+
+    __copy__ = shallow_copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Linear:
         """Copy the layer, and of its siblings none that is not copied with it."""

@@ -18,6 +18,7 @@ from fp8kit.formats import (
     scale_shape,
     stack_scale_shape,
 )
+from fp8kit.runtime.replay_cache import ReplayCache
 from fp8kit.runtime.weight_hazards import invalidate
 
 _BYTES = {1: torch.uint8, 4: torch.int32}
@@ -107,6 +108,16 @@ def deepcopied(module: nn.Module, memo: dict[int, Any]) -> Any:
     """Copy like any module, past ``__getstate__``: modules with one Parameter keep one."""
     memo[id(module)] = twin = type(module).__new__(type(module))
     twin.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    return twin
+
+
+def shallow_copied(layer: nn.Module) -> Any:
+    """Copy like any module, past ``__getstate__``: an ``Fp8Linear`` and its copy hold the same.
+
+    The copy is none of the siblings that share an input, and records its own calls.
+    """
+    twin = type(layer).__new__(type(layer))
+    twin.__dict__.update(layer.__dict__, shared=None, place="", replays=ReplayCache())
     return twin
 
 

@@ -219,6 +219,12 @@ def _scale_of_each(codes: Tensor, scales: Tensor, widths: Sequence[int]) -> Tens
             "Widths are the rows of each part; together they are the rows of the weight.",
             "Pass one number of rows for each part, in order.",
         )
+    if scales.is_meta or codes.is_meta:
+        raise InvalidValue(
+            "Got codes or scales on the meta device.",
+            "Which scales arrived, and which is the largest, their values say.",
+            "Load them first.",
+        )
     flat = scales.reshape(-1).to(codes.device)
     if flat.numel() not in (1, len(widths)):
         raise InvalidValue(
