@@ -54,7 +54,7 @@ class Eligibility:
         self._tried: dict[Any, str] = {}
         self._tied = _tied_weights(model)
         self._kept = _kept_in_float32(model)
-        self._read = read_elsewhere(model)
+        self._read = read_elsewhere(model, methods=True)
 
     def of(self, names: Sequence[str], wanted: bool = False, merged: bool = False) -> str:
         """Return why a linear layer cannot become FP8; empty if it can.
@@ -205,15 +205,20 @@ def _of_holder(holders: Iterable[nn.Module]) -> str:
     return ""
 
 
-def read_elsewhere(model: nn.Module) -> dict[nn.Module, str]:
+def read_elsewhere(model: nn.Module, methods: bool = False) -> dict[nn.Module, str]:
     """Find the layers of which code, an attribute or a buffer takes the weight, not the product.
 
-    Each comes with the reason, as the end of a sentence. The model is neither run nor changed.
+    With ``methods`` those, too, of which an attribute holds one, such as ``forward``. Each comes
+    with the reason, as the end of a sentence. The model is neither run nor changed.
     """
-    return {**read_by_code(model), **_held_in_parts(model)}
+    held = _held_in_parts(model).items()
+    return {
+        **read_by_code(model),
+        **{layer: said for (layer, part), said in held if methods or part == "weight"},
+    }
 
 
-def _held_in_parts(model: nn.Module) -> dict[nn.Module, str]:
+def _held_in_parts(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
     """Find layers of which an attribute or buffer holds a method, or the weight or a view of it.
 
     Whatever holds the layer itself runs what it becomes; these stay those of its dense class.
@@ -226,11 +231,11 @@ def _held_in_parts(model: nn.Module) -> dict[nn.Module, str]:
         for address in _addresses(weight)
     }
     return {
-        layer: f"{type(holder).__name__} holds its {part} in {attribute}, which stays dense; "
+        (layer, part): f"{type(holder).__name__} holds its {part} in {attribute}, which stays "
         + (
-            "convert the model before it is wrapped"
+            "dense; convert the model before it is wrapped"
             if isinstance(holder, nn.parallel.DistributedDataParallel)
-            else "call the layer instead"
+            else "dense; call the layer instead"
         )
         for holder in model.modules()
         for attribute, value in vars(holder).items()
