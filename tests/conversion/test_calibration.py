@@ -31,6 +31,16 @@ def test_half_precision_inputs_give_fp32() -> None:
     assert {a.dtype for a in found.values()} == {torch.float32}
 
 
+def test_all_calls_of_a_compiled_model_are_seen() -> None:
+    model = torch.compile(mlp(), backend="eager")
+    assert isinstance(model, nn.Module)
+    large, small = torch.full((2, 8), 5.0), torch.ones(1, 8)
+    with torch.no_grad():
+        model(large)  # compiled for this shape, without hooks
+    found = calibration.observe_amax(model, ["_orig_mod.0"], lambda m: (m(small), m(large)))
+    assert found["_orig_mod.0"].item() == 5.0
+
+
 def test_inputs_by_keyword_are_seen() -> None:
     found = calibration.observe_amax(mlp(), ["0"], lambda m: m[0](input=torch.full((2, 8), 5.0)))
     assert found["0"].item() == 5.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections import deque
@@ -18,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import fp8kit
 from fp8kit.conversion.eligibility import Eligibility
 from fp8kit.integrations.quantizer_of_layers import restore_dense
-from numerics import relative_error
+from numerics import assert_bits_equal, relative_error
 
 IDS = torch.arange(32).view(2, 16)
 WO = "encoder.block.0.layer.1.DenseReluDense.wo"
@@ -228,17 +229,44 @@ HELD_PARTS: dict[str, Callable[[nn.Module], Any]] = {
     "function": lambda layer: (lambda f: lambda x: f(x))(layer.forward),
     "weak proxy": lambda layer: [weakref.proxy(layer).forward],
     "weight": lambda layer: {"weights": [layer.weight]},
+    "view of the weight": lambda layer: layer.weight.t(),
+    "part of the weight": lambda layer: [layer.weight.detach()[:64]],
 }
 
 
 @pytest.mark.parametrize("kind", HELD_PARTS)
 def test_a_layer_of_which_a_part_is_held_stays_dense(kind: str) -> None:
-    model, part = Listing("list"), "weight" if kind == "weight" else "forward"
+    model, part = Listing("list"), "weight" if "weight" in kind else "forward"
     model.steps = HELD_PARTS[kind](model.proj)
     report = fp8kit.convert(model)
     assert [r.name for r in report.converted] == ["other"]
     reasons = {r.name: r.reason for r in report.skipped}
     assert reasons["proj"].startswith(f"Listing holds its {part} in steps, which stays dense")
+
+
+class Mirrored(nn.Module):
+    """Multiplies by a weight once in its layer and once beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(128, 128)
+        self.register_buffer("mirror", self.proj.weight.detach().t(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x) @ self.get_buffer("mirror")
+
+
+def test_a_layer_whose_weight_a_buffer_shows_is_loaded_dense(tmp_path: Path) -> None:
+    model, x = Mirrored(), torch.randn(3, 128)
+    layers = nn.ModuleDict({"proj": copy.deepcopy(model.proj)})
+    fp8kit.convert(layers)
+    fp8kit.save(layers, tmp_path / "fp8")
+    with pytest.warns(UserWarning, match="proj: Mirrored holds its weight in _buffers"):
+        fp8kit.load(tmp_path / "fp8", model)
+    weight = layers.get_submodule("proj").to_linear().weight
+    assert_bits_equal(model.proj.weight, weight)
+    assert torch.equal(model(x), model.proj(x) @ weight.t())
+    assert not fp8kit.plan(model).report.converted
 
 
 def test_a_method_that_is_held_out_of_sight_raises() -> None:

@@ -195,6 +195,14 @@ def test_the_links_of_a_family_hold_in_a_run(name: str) -> None:
     assert all(can_produce(producer) for producer in producers)
 
 
+def test_links_are_tried_on_a_model_that_is_compiled_already() -> None:
+    layers = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4))
+    model, x = torch.compile(layers, backend="eager"), torch.ones(2, 8)
+    with torch.no_grad():
+        model(x)
+    verify_links(model, [Link("_orig_mod", "0", ("1",))], lambda m: m(x))
+
+
 def test_every_family_is_tried() -> None:
     patterns = [p.split(".")[2] for p in BLOCKS if p.startswith("transformers.")]
     assert set(patterns) == {name.removesuffix("_text") for name in LINKS}

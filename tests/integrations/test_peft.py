@@ -221,6 +221,7 @@ def test_adapters_by_the_methods_of_transformers(tmp_path: Path) -> None:
 def test_a_model_with_adapters_is_converted_around_them() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(SIZE, 256), nn.Linear(256, SIZE)).bfloat16()
+    other = adapted(copy.deepcopy(plain), use_dora=True)
     model, x = adapted(plain), inputs(64)
     y = lora(model)(x)
     report = fp8kit.convert(model)
@@ -228,6 +229,9 @@ def test_a_model_with_adapters_is_converted_around_them() -> None:
     assert 0 < relative_error(lora(model)(x), y) < 2 * ONE_OPERAND
     with pytest.raises(UnsupportedError, match=r"to_linear\(\)"):
         model.merge_adapter()
+    fp8kit.convert(other)
+    with pytest.raises(UnsupportedError, match=r"0\.base_layer"):
+        other(x)
 
 
 def test_the_adapter_adds_its_product_to_what_the_layer_computes() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -55,10 +56,18 @@ def watching(
         model.get_submodule(n).register_forward_hook(watch(n), with_kwargs=True) for n in names
     ]
     try:
-        yield
+        with eagerly():
+            yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def eagerly() -> AbstractContextManager[object]:
+    """Run compiled models as eager ones: their code skips hooks that it was not compiled with."""
+    # without it nothing is compiled yet, and its import takes seconds
+    loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
 
 
 def _check_seen(names: list[str], amax: dict[str, float]) -> None:

@@ -54,8 +54,7 @@ class Eligibility:
         self._tried: dict[Any, str] = {}
         self._tied = _tied_weights(model)
         self._kept = _kept_in_float32(model)
-        self._read = read_by_code(model)
-        self._in_parts = _held_in_parts(model)
+        self._read = read_elsewhere(model, methods=True)
 
     def of(self, names: Sequence[str], wanted: bool = False, merged: bool = False) -> str:
         """Return why a linear layer cannot become FP8; empty if it can.
@@ -70,7 +69,6 @@ class Eligibility:
             or _of_holder(holders.values())
             or self._of_class(module, wanted)
             or self._of_names(names)
-            or self._in_parts.get(module, "")
             or self._read.get(module, "")
             or _of_names_taken(module)
             or self._of_weight(module.get_parameter("weight"), wanted or merged)
@@ -132,7 +130,7 @@ class Eligibility:
             return f"its weight is {weight.layout}; FP8 is made from plain tensors"
         if weight.dtype not in FLOATS:
             return f"its weight is {weight.dtype}; FP8 is made from bf16, fp16 or fp32"
-        if id(weight) in self._tied or (not weight.is_meta and weight.data_ptr() in self._tied):
+        if not self._tied.isdisjoint(_addresses(weight)):
             return TIED
         return ""
 
@@ -207,23 +205,37 @@ def _of_holder(holders: Iterable[nn.Module]) -> str:
     return ""
 
 
-def _held_in_parts(model: nn.Module) -> dict[nn.Module, str]:
-    """Find layers of which a plain attribute holds a method, such as ``forward``, or the weight.
+def read_elsewhere(model: nn.Module, methods: bool = False) -> dict[nn.Module, str]:
+    """Find the layers of which code, an attribute or a buffer takes the weight, not the product.
+
+    With ``methods`` those, too, of which an attribute holds one, such as ``forward``. Each comes
+    with the reason, as the end of a sentence. The model is neither run nor changed.
+    """
+    held = _held_in_parts(model).items()
+    return {
+        **read_by_code(model),
+        **{layer: said for (layer, part), said in held if methods or part == "weight"},
+    }
+
+
+def _held_in_parts(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
+    """Find layers of which an attribute or buffer holds a method, or the weight or a view of it.
 
     Whatever holds the layer itself runs what it becomes; these stay those of its dense class.
     """
-    of_every_module = vars(nn.Module())
+    of_every_module = vars(nn.Module()).keys() - {"_buffers"}
     owners = {
-        id(weight): module
+        address: module
         for module in model.modules()
         if is_linear(module) and (weight := module._parameters.get("weight")) is not None
+        for address in _addresses(weight)
     }
     return {
-        layer: f"{type(holder).__name__} holds its {part} in {attribute}, which stays dense; "
+        (layer, part): f"{type(holder).__name__} holds its {part} in {attribute}, which stays "
         + (
-            "convert the model before it is wrapped"
+            "dense; convert the model before it is wrapped"
             if isinstance(holder, nn.parallel.DistributedDataParallel)
-            else "call the layer instead"
+            else "dense; call the layer instead"
         )
         for holder in model.modules()
         for attribute, value in vars(holder).items()
@@ -242,9 +254,9 @@ def _parts_of_layers(
     if is_linear(owner):
         if value.__func__ is not nn.Module.__call__:  # which looks forward up
             yield owner, value.__name__
-    elif id(value) in owners:
-        yield owners[id(value)], "weight"
-    elif depth and not isinstance(value, (nn.Module, torch.Tensor, type, types.ModuleType)):
+    elif isinstance(value, torch.Tensor):
+        yield from ((owners[a], "weight") for a in _addresses(value) if a in owners)
+    elif depth and not isinstance(value, (nn.Module, type, types.ModuleType)):
         for part in _parts(value):
             yield from _parts_of_layers(part, owners, depth - 1)
 
@@ -278,8 +290,14 @@ def _tied_weights(model: nn.Module) -> set[int]:
     owners: dict[int, set[tuple[int, str]]] = defaultdict(set)
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners[id(p)].add((id(module), name))
-            plain = p.layout == torch.strided and not is_traceable_wrapper_subclass(p)
-            if plain and not p.is_meta and p.numel():
-                owners[p.data_ptr()].add((id(module), name))
+            for address in _addresses(p):
+                owners[address].add((id(module), name))
     return {key for key, users in owners.items() if len(users) > 1}
+
+
+def _addresses(tensor: torch.Tensor) -> Iterator[int]:
+    """Give the address of a tensor, and that of its numbers, which views have in common."""
+    yield id(tensor)
+    plain = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
+    if plain and not tensor.is_meta and tensor.numel():
+        yield tensor.data_ptr()

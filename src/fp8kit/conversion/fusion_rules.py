@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8kit.conversion.calibration import eagerly
 from fp8kit.conversion.model_families import BLOCKS
 from fp8kit.conversion.patterns import check_expression, names_block, some_of
 from fp8kit.errors import ConversionError, InvalidType, InvalidValue
@@ -176,7 +177,7 @@ def verify_links(
     checked = [link for link in links if link.producer is not None]
     watch = _RunWatch(model, checked)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), eagerly():
             run(model)
     finally:
         for handle in watch.handles:

@@ -29,9 +29,9 @@ from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import experts_of, named
 from fp8kit.checkpoint.schema.targets import output_heads
 from fp8kit.checkpoint.storage.reader import Checkpoint
+from fp8kit.conversion.eligibility import read_elsewhere
 from fp8kit.conversion.model_families import JOINED
 from fp8kit.conversion.patterns import some_of
-from fp8kit.conversion.readers.reads import read_by_code
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.integrations.transformers_experts import Taken, chosen_experts, take_experts
@@ -215,7 +215,7 @@ def _layers(checkpoint: Checkpoint, model: Any) -> tuple[list[str], list[str], M
     """
     weights = {layer.weight: name for name, layer in checkpoint.layers.items()}
     kept, merged = layers_in_model(model, weights)
-    by_code = read_by_code(model) if kept else {}
+    by_code = read_elsewhere(model) if kept else {}
     modules = {weights[w]: model.get_submodule(name) for w, name in kept.items()}
     read = {name: by_code[module] for name, module in modules.items() if module in by_code}
     others = [*(weights[w] for w in merged), *read]

@@ -1,4 +1,4 @@
-"""What an ``Fp8Linear`` takes beside ordinary tensors: codes, jagged tensors, proxies of a trace."""
+"""What an ``Fp8Linear`` takes beside plain tensors: codes, jagged tensors, proxies of a trace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8kit.ops.operators import RowCodes
 if TYPE_CHECKING:
     from fp8kit.modules.linear import Fp8Linear
 
-OTHERS: tuple[Any, ...] = (Proxy, QTensor, NestedTensor)
+OTHERS = (Proxy, QTensor, NestedTensor)
 
 
 def of_others(layer: Fp8Linear, x: Any) -> Any:

@@ -22,10 +22,10 @@ from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion import fusion
 from fp8kit.conversion import siblings as conversion_siblings
+from fp8kit.conversion.eligibility import read_elsewhere
 from fp8kit.conversion.experts import stacks_of
 from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.plan import plan, refuse_lazy, refuse_static, warn_of_nothing
-from fp8kit.conversion.readers.reads import read_by_code
 from fp8kit.conversion.replacement import refuse_empty_weights
 from fp8kit.conversion.report import Report
 from fp8kit.errors import CheckpointError
@@ -207,7 +207,7 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
         names[module].append(name)
     shapes = shapes_of(expected_state(model, found))
     found.experts = experts_in_checkpoint(model, checkpoint, shapes)
-    read = read_by_code(model) if checkpoint.layers else {}
+    read = read_elsewhere(model) if checkpoint.layers else {}
     for name, source in checkpoint.layers.items():
         route = find(name, "weight", shapes)
         if route is None or route.expert is not None or source.weight == name:
