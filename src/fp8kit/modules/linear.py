@@ -202,7 +202,8 @@ class Fp8Linear(nn.Linear):
             In ``out_dtype``, else the dtype of ``input`` (or autocast's; ``compute_dtype``).
         """
         if isinstance(input, OTHERS):
-            return of_others(self, input)  # type: ignore[no-any-return]
+            y: Tensor = of_others(self, input)
+            return y
         if self.original_weight is not None:
             follow_original(self)
         if _is_compiling():
