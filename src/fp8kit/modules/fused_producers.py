@@ -341,7 +341,8 @@ class FusedGatedMlp(Fused):
         members = group.members
         if members != [gate, up]:
             return None
-        return group.multiply(gated_codes(self.kind, call, members[0], down.scheme), down)
+        width, options = members[0].out_features, members[0].options()
+        return group.multiply(gated_codes(self.kind, call, width, options, down.scheme), down)
 
     def _layers(self, *inputs: Tensor) -> tuple[nn.Module, nn.Module, Fp8Linear] | None:
         """Return gate, up and down projection, ``None`` where the formula may not hold."""

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from fp8kit.formats import GROUP128, ROW, GroupShape, Scheme, min_scale
 from fp8kit.fused import arguments, operators
-from fp8kit.modules.linear import Fp8Linear
 from fp8kit.ops.operators import CodesCall, options_of_codes, then_multiply
 from fp8kit.ops.validation import default_rounding
 from fp8kit.quantizers.scale_layout import product_layout
@@ -89,18 +88,20 @@ def activation_codes(kind: str, gate: Tensor, up: Tensor | None, scheme: Scheme)
     return _codes(operators.ACTIVATION_ROWS, inputs, constants, (kind,), scheme, check)
 
 
-def gated_codes(kind: str, call: CodesCall, gate: Fp8Linear, scheme: Scheme) -> CodesCall:
+def gated_codes(
+    kind: str, call: CodesCall, width: int, options: Options, scheme: Scheme
+) -> CodesCall:
     """Return the call that activates what a joined gate and up projection make of another's codes.
 
-    Other results are the other's. ``kind`` is as of ``activation_codes``; ``gate`` is the first of
-    both layers, and ``scheme`` that of the layer which reads the codes.
+    Other results are the other's. ``kind`` is as of ``activation_codes``; ``options`` and ``width``
+    are those of each projection, and ``scheme`` that of the layer which reads the codes.
     """
-    product = options_of_codes(call, gate.options())
+    product = options_of_codes(call, options)
     return call._replace(
         operator=operators.then_activate(then_multiply(call.operator)),
         options=(call.options, product, (kind, *_target(scheme))),
         group=_group(scheme),
-        shape=torch.Size((*call.shape[:-1], gate.out_features)),
+        shape=torch.Size((*call.shape[:-1], width)),
         dtype=product[2],
     )
 
