@@ -107,13 +107,14 @@ def output(model: nn.Module, inputs: Inputs) -> Tensor:
 def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Collect what producers give instead of their result."""
     seen: list[Tensor] = []
-    stand_in = fused_producers.Consumers.stand_in
+    produce = fused_producers.Consumers.produce
 
-    def counted(self: fused_producers.Consumers, *args: Any) -> Tensor:
-        seen.append(stand_in(self, *args))
-        return seen[-1]
+    def counted(self: fused_producers.Consumers, *args: Any) -> list[Tensor]:
+        given = produce(self, *args)
+        seen.append(given[0])
+        return given
 
-    monkeypatch.setattr(fused_producers.Consumers, "stand_in", counted)
+    monkeypatch.setattr(fused_producers.Consumers, "produce", counted)
     return seen
 
 

@@ -29,6 +29,7 @@ from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops import operators
 from fp8kit.quantizers.problem import QUANTIZER_BACKENDS, QuantizeProblem
 from fp8kit.runtime.replay_cache import ReplayCache
+from groups import produced
 from numerics import assert_bits_equal
 
 SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "FP8_TENSOR", "FP8_WEIGHT_ONLY")
@@ -734,11 +735,10 @@ def test_weights_that_a_graph_has_captured_do_not_move(
     x = torch.randn(rows, 256, dtype=torch.bfloat16, device=device)
     separate = [siblings_alone(layer, x) for layer in layers]
     before = [layer.weight.data_ptr() for layer in layers]
-    codes = layers[0].quantize_input(x)
     with monkeypatch.context() as patch:
         asked = capturing(patch)
         if offered:
-            group.offer(x, codes)
+            produced(group, x, x)
         layers[0](x)
     assert asked
     for _ in range(2):
@@ -836,7 +836,7 @@ def test_siblings_of_a_layer_that_is_gone_compute_on(
     for _ in range(2):
         x = tokens(device)
         if offered:
-            group.offer(x, layers[0].quantize_input(x))
+            produced(group, x, x)
         for layer in layers:
             assert_bits_equal(layer(x), siblings_alone(layer, x))
         if len(layers) == 3:
@@ -848,9 +848,8 @@ def test_threads_do_not_take_what_waits_for_another(device: torch.device) -> Non
     layers = siblings(device)
     group = SharedInput(layers)
     x = tokens(device)
-    codes = layers[0].quantize_input(x)
     stand_in = torch.full_like(x, torch.nan)
-    group.offer(stand_in, codes)
+    produced(group, stand_in, x)
     other = threading.Thread(target=lambda: layers[0](tokens(device)))
     other.start()
     other.join()

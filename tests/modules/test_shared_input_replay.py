@@ -13,7 +13,7 @@ from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops import operators
 from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime.replay_cache import MOST_KEYS
-from groups import Group
+from groups import Group, produced
 from numerics import assert_bits_equal
 from recorded_calls import CpuBackends, install
 
@@ -46,9 +46,7 @@ def operator(layer: fp8kit.Fp8Linear, x: Tensor | RowCodes) -> Tensor:
     return operators.linear_registered(x, *layer.operands(), *layer.options())
 
 
-def called(joined: SharedInput, x: Tensor, codes: RowCodes | None = None) -> list[Tensor]:
-    if codes is not None:
-        joined.offer(x, codes)
+def called(joined: SharedInput, x: Tensor) -> list[Tensor]:
     return [member(x) for member in joined.members]
 
 
@@ -87,10 +85,11 @@ def test_joined_products_of_codes_are_recorded(scheme: str, cpu_backends: CpuBac
     joined = group(scheme)
     for turn in range(5):
         x = x_of()
-        codes = joined.members[0].quantize_input(x)
+        stand_in = torch.zeros(()).expand(x.shape)
         cpu_backends.calls.clear()
-        results = called(joined, torch.zeros(()).expand(x.shape), codes)
-        assert cpu_backends.calls == ([] if turn > 1 else ["multiply"])
+        produced(joined, stand_in, x)
+        results = called(joined, stand_in)
+        assert cpu_backends.calls == ([] if turn > 1 else ["quantize", "multiply"])
         for member, y in zip(joined.members, results, strict=True):
             assert_bits_equal(y, operator(member, x))
 
@@ -204,13 +203,16 @@ def test_groups_keep_few_recordings(cpu_backends: CpuBackends) -> None:
 @pytest.mark.usefixtures("cpu_backends")
 def test_codes_of_another_width_are_refused(rows: int) -> None:
     joined = group()
+
+    def behind(x: Tensor) -> None:
+        stand_in = torch.zeros(()).expand(x.shape)
+        produced(joined, stand_in, x)
+        called(joined, stand_in)
+
     for _ in range(3):
-        codes = joined.members[0].quantize_input(x_of(rows))
-        called(joined, torch.zeros(()).expand(rows, 256), codes)
-    wide = fp8kit.Fp8Linear(512, 128, False)
-    codes = wide.quantize_input(torch.randn(rows, 512))
+        behind(x_of(rows))
     with pytest.raises(ValueError, match="of the same K"):
-        called(joined, torch.zeros(()).expand(rows, 512), codes)
+        behind(torch.randn(rows, 512, dtype=torch.bfloat16))
 
 
 @pytest.mark.usefixtures("cpu_backends")

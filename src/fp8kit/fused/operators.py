@@ -171,7 +171,21 @@ def _in_rows(operator: Operator) -> Operator:
     return Operator(folded(operator.body), folded(operator.registered))
 
 
+def _modulated(operator: Operator) -> Operator:
+    """Return a layer norm whose modulation, which is another at every call, comes after ``x``."""
+
+    def ordered(norm: Callable[..., Any]) -> Callable[..., Any]:
+        def call(x: Tensor, gain: Tensor, shift: Tensor, *arguments: Any) -> Any:
+            weight, bias, *settings = arguments
+            return norm(x, weight, bias, gain, shift, *settings)
+
+        return call
+
+    return Operator(ordered(operator.body), ordered(operator.registered))
+
+
 RMS_NORM_ROWS, LAYER_NORM_ROWS, ACTIVATION_ROWS = map(_in_rows, (RMS_NORM, LAYER_NORM, ACTIVATION))
+MODULATED_NORM_ROWS = _modulated(LAYER_NORM_ROWS)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8kit.modules.fused_producers import Consumers, Fused, Producer, activation_kind, can_multiply
 from fp8kit.modules.hooks import is_watched
-from fp8kit.modules.norm_formula import NormFormula, activation_codes, row_codes
+from fp8kit.modules.norm_formula import NormFormula, activation_codes
 from fp8kit.modules.parameters import any_trained
 
 _FIRST_LAYERS = ("GELU", "GEGLU", "SwiGLU", "LinearActivation")
@@ -59,10 +59,9 @@ class FusedAdaptiveNorm(Producer):
             return self.unfused(x, *args, **kwargs)
         cut = self.modulation
         parts = self.linear(self.silu(emb)).chunk(cut.parts, dim=1)
-        pair = (parts[cut.scale], parts[cut.shift])
-        scheme = self.consumers.scheme
-        codes = row_codes(self.formula.quantize(x, self.norm, scheme, pair), x, scheme)
-        stand_in = self.consumers.hand_over(codes)
+        inputs = (x, parts[cut.scale], parts[cut.shift])
+        call = self.formula.codes(inputs, self.norm, self.consumers.scheme)
+        (stand_in,) = self.consumers.produce(self.replays, call)
         return (stand_in, *(parts[i] for i in cut.returned)) if cut.returned else stand_in
 
     def _is_plain(self, x: Tensor, emb: Tensor) -> bool:

@@ -27,7 +27,7 @@ from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.norm_formula import NormFormula, activation_codes, gated_codes, takes_codes
 from fp8kit.modules.parameters import any_trained, deepcopied
 from fp8kit.modules.shared_input import SharedInput
-from fp8kit.ops.operators import CodesCall, RowCodes
+from fp8kit.ops.operators import CodesCall
 from fp8kit.ops.transforms import is_transformed
 from fp8kit.runtime.replay_cache import ReplayCache, jit_tracing
 
@@ -121,20 +121,11 @@ class Consumers:
         """Undo ``__getstate__``, also of a file from before, which has more."""
         self.__init__(state["group"], state["unchanged"])  # type: ignore[misc]
 
-    def hand_over(self, codes: RowCodes) -> Tensor:
-        """Offer codes, and give what stands for the tensor that they were made from."""
-        stand_in = self.stand_in(codes)
-        self.group.offer(stand_in, codes)
-        return stand_in
-
     def produce(self, replays: ReplayCache, call: CodesCall) -> list[Tensor]:
         """Make codes and offer them; give what stands for their input, then the other results."""
-        stand_in = self.stand_in(call)
+        # it is what the layers are called with in the place of a tensor that is not written
+        stand_in = _nan(call.inputs[0].device, call.dtype).expand(call.shape)
         return [stand_in, *self.group.produce(stand_in, replays, call)]
-
-    def stand_in(self, codes: RowCodes | CodesCall) -> Tensor:
-        """Return what the layers are called with in the place of a tensor that is not written."""
-        return _nan(codes.inputs[0].device, codes.dtype).expand(codes.shape)
 
 
 class Fused(nn.Module):
@@ -350,7 +341,8 @@ class FusedGatedMlp(Fused):
         members = group.members
         if members != [gate, up]:
             return None
-        return group.multiply(gated_codes(self.kind, call, members[0], down.scheme), down)
+        width, options = members[0].out_features, members[0].options()
+        return group.multiply(gated_codes(self.kind, call, width, options, down.scheme), down)
 
     def _layers(self, *inputs: Tensor) -> tuple[nn.Module, nn.Module, Fp8Linear] | None:
         """Return gate, up and down projection, ``None`` where the formula may not hold."""

@@ -8,15 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8kit import fused
-from fp8kit.formats import GROUP128, ROW, GroupShape, QTensor, Scheme, min_scale
+from fp8kit.formats import GROUP128, ROW, GroupShape, Scheme, min_scale
 from fp8kit.fused import arguments, operators
-from fp8kit.modules.linear import Fp8Linear
-from fp8kit.ops.operators import CodesCall, RowCodes, options_of_codes, then_multiply
+from fp8kit.ops.operators import CodesCall, options_of_codes, then_multiply
 from fp8kit.ops.validation import default_rounding
 from fp8kit.quantizers.scale_layout import product_layout
 from fp8kit.runtime.replay_cache import Operands, Operator, Options, ReplayCache
@@ -37,53 +36,30 @@ class NormFormula:
     weight_offset: float = 0.0
     rounding: str = "stepwise"
 
-    def quantize(
-        self,
-        x: Tensor,
-        norm: nn.Module,
-        scheme: Scheme,
-        modulation: tuple[Tensor, Tensor] | None = None,
-    ) -> QTensor:
-        """Quantize the norm of ``x`` as the layers of a scheme read it."""
-        weight, how = norm._parameters.get("weight"), target(scheme)
-        if self.kind == "layer_norm":
-            bias = norm._parameters.get("bias")
-            return fused.layer_norm_quantize(
-                x, weight, bias, self.eps, modulation=modulation, **how
-            )
-        assert weight is not None
-        offset, rounding = self.weight_offset, self.rounding
-        return fused.rms_norm_quantize(
-            x, weight, self.eps, weight_offset=offset, rounding=rounding, **how
-        )
-
     def codes(self, inputs: tuple[Tensor, ...], norm: nn.Module, scheme: Scheme) -> CodesCall:
         """Return the call that norms ``x`` as the layers of a scheme read it.
 
-        ``inputs`` are ``x [..., K]``, or for an RMS norm also a residual like it: then it norms
-        their sum, which is another result. ``norm`` holds the weight, and the bias of a layer norm.
-        The call raises ``TypeError`` if ``x`` is not a float tensor, and ``ValueError`` if the
-        weight does not fit it.
+        ``inputs`` are ``x [..., K]``; for an RMS norm also a residual like it, if it norms their
+        sum, which is another result; for a layer norm also scale and shift, if it is modulated.
+        ``norm`` holds the weight, and the bias of a layer norm. The call raises ``TypeError`` if
+        ``x`` is not a float tensor, and ``ValueError`` if the others do not fit it.
         """
+        x, *others = inputs
         weight, bias = norm._parameters.get("weight"), norm._parameters.get("bias")
-        x = inputs[0]
+        constants: Operands
         if self.kind == "rms_norm":
-            settings = (self.eps, self.weight_offset, self.rounding)
-            constants = (weight,) if len(inputs) > 1 else (None, weight)  # no residual
-            call = (operators.RMS_NORM_ROWS, inputs, constants, (*settings, *_target(scheme)))
             assert weight is not None
-            return _codes(
-                call,
-                scheme,
-                lambda: arguments.rms_norm_arguments(x, None, weight, settings, target(scheme)),
-            )
+            settings = (self.eps, self.weight_offset, self.rounding)
+            operator, constants = operators.RMS_NORM_ROWS, (weight,) if others else (None, weight)
+            check = functools.partial(arguments.rms_norm_arguments, x, None, weight, settings)
+            return _codes(operator, inputs, constants, settings, scheme, check)
         how = (self.eps, "stepwise")
-        affine = (weight, bias, None, None)
-        return _codes(
-            (operators.LAYER_NORM_ROWS, inputs, affine, (*how, *_target(scheme))),
-            scheme,
-            lambda: arguments.layer_norm_arguments(x, weight, bias, None, how, target(scheme)),
-        )
+        operator, constants = operators.MODULATED_NORM_ROWS, (weight, bias)
+        if not others:
+            operator, constants = operators.LAYER_NORM_ROWS, (weight, bias, None, None)
+        pair: Any = tuple(others) or None
+        norm_check = functools.partial(arguments.layer_norm_arguments, x, weight, bias, pair, how)
+        return _codes(operator, inputs, constants, how, scheme, norm_check)
 
     def normed(self, replays: ReplayCache, x: Tensor, norm: nn.Module) -> Tensor:
         """Return the RMS norm of ``x`` itself.
@@ -108,25 +84,24 @@ def activation_codes(kind: str, gate: Tensor, up: Tensor | None, scheme: Scheme)
     raises ``TypeError`` if one is not of a float dtype, and ``ValueError`` if their shapes differ.
     """
     inputs, constants = ((gate,), (None,)) if up is None else ((gate, up), ())
-    return _codes(
-        (operators.ACTIVATION_ROWS, inputs, constants, (kind, *_target(scheme))),
-        scheme,
-        lambda: arguments.activation_arguments(kind, gate, up, target(scheme)),
-    )
+    check = functools.partial(arguments.activation_arguments, kind, gate, up)
+    return _codes(operators.ACTIVATION_ROWS, inputs, constants, (kind,), scheme, check)
 
 
-def gated_codes(kind: str, call: CodesCall, gate: Fp8Linear, scheme: Scheme) -> CodesCall:
+def gated_codes(
+    kind: str, call: CodesCall, width: int, options: Options, scheme: Scheme
+) -> CodesCall:
     """Return the call that activates what a joined gate and up projection make of another's codes.
 
-    Other results are the other's. ``kind`` is as of ``activation_codes``; ``gate`` is the first of
-    both layers, and ``scheme`` that of the layer which reads the codes.
+    Other results are the other's. ``kind`` is as of ``activation_codes``; ``options`` and ``width``
+    are those of each projection, and ``scheme`` that of the layer which reads the codes.
     """
-    product = options_of_codes(call, gate.options())
+    product = options_of_codes(call, options)
     return call._replace(
         operator=operators.then_activate(then_multiply(call.operator)),
         options=(call.options, product, (kind, *_target(scheme))),
         group=_group(scheme),
-        shape=torch.Size((*call.shape[:-1], gate.out_features)),
+        shape=torch.Size((*call.shape[:-1], width)),
         dtype=product[2],
     )
 
@@ -149,18 +124,22 @@ def target(scheme: Scheme) -> arguments.QuantizeOptions:
     }
 
 
-def row_codes(q: QTensor, x: Tensor, scheme: Scheme) -> RowCodes:
-    """View codes ``[..., K]`` that stand for a tensor like ``x`` as the rows that layers take."""
-    return RowCodes(*operators.rows_of(q.data, q.scale), _group(scheme), x.shape, x.dtype)
-
-
 def _codes(
-    call: tuple[Operator, tuple[Tensor, ...], Operands, Options],
+    operator: Operator,
+    inputs: tuple[Tensor, ...],
+    constants: Operands,
+    settings: Options,
     scheme: Scheme,
-    check: Callable[[], object],
+    check: Callable[[arguments.QuantizeOptions], object],
 ) -> CodesCall:
-    x = call[1][0]
-    return CodesCall(*call, _group(scheme), x.shape, x.dtype, check)
+    """Describe a call whose arguments ``check`` raises for, given how it quantizes."""
+    x, options = inputs[0], (*settings, *_target(scheme))
+    fits = functools.partial(_check, check, scheme)
+    return CodesCall(operator, inputs, constants, options, _group(scheme), x.shape, x.dtype, fits)
+
+
+def _check(check: Callable[[arguments.QuantizeOptions], object], scheme: Scheme) -> None:
+    check(target(scheme))
 
 
 def _group(scheme: Scheme) -> GroupShape:

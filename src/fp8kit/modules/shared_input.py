@@ -169,7 +169,9 @@ class SharedInput:
             return None
         # offered: the input was never written, so that nothing else can be computed from it
         keep_for(stream, pending, *codes.inputs)
-        return self._from_codes(member, pending, codes)
+        member.check_input(x)
+        self._watch_capture(codes.data)
+        return member.multiply(codes)
 
     def offer(self, stand_in: Tensor, codes: RowCodes) -> None:
         """Take codes that were made elsewhere; members called with ``stand_in`` multiply them.
@@ -222,23 +224,6 @@ class SharedInput:
             members[0].check_input(call.inputs[0])
             found = self._multiply(*step, call.constants, after)
         return found
-
-    def _from_codes(self, member: Fp8Linear, pending: Pending, codes: RowCodes) -> Tensor:
-        few = self._refs[0]() is member and codes.data.shape[0] <= MOST_JOINED_ROWS
-        members = self.members if few else []
-        inputs, options = codes.inputs, operators.options_of_codes(codes, member.options())
-        y = self._replay(operators.CODES, inputs, options, members) if few else None
-        if y is None:
-            member.check_input(pending.x)
-            self._watch_capture(codes.data)
-            if not few or not self._joins():
-                return member.multiply(codes)
-            y = self._multiply(operators.CODES, inputs, options)
-        first, *rest = self._split(y, members)
-        stream = stream_of(pending.x)
-        for other, part in zip(members[1:], rest, strict=True):
-            pending.results[id(other)] = (part, weight_state(other, stream))
-        return first
 
     def _quantized_once(self, member: Fp8Linear, x: Tensor) -> Tensor:
         codes = member.quantize_input(x)
