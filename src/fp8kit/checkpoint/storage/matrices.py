@@ -28,16 +28,11 @@ _INTERLEAVED = ("gpt_oss",)
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix ``[rows, cols]`` in a file, K last.
+    """A matrix ``[rows, cols]``, or ``[N, K]``, in a file.
 
-    Args:
-        shard: file name.
-        dtype: dtype of the elements.
-        offset: position of the first element in the file, in bytes.
-        rows: N.
-        cols: K.
-        pitch: elements from the start of one stored row to the start of the next.
-        transposed: the file holds ``[cols, pitch]``, and the matrix is some of its columns.
+    ``offset`` is the place of its first element in bytes, ``pitch`` counts elements from one stored
+    row to the next. If ``transposed``, the file holds ``[cols, pitch]``, of which it is some
+    columns.
     """
 
     shard: str

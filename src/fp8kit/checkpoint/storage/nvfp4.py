@@ -38,14 +38,9 @@ _LAYOUTS = (
 class ConvertedPart(TensorInfo):
     """Codes or scales that an NVFP4 weight has once it is FP8.
 
-    Args:
-        layer: whose weight it is.
-        codes: bytes of two FP4 codes each, ``[N, K / 2]``.
-        groups: e4m3 scales ``[N, K / 16]``.
-        factor: one fp32 number.
-        divides: scales are divided by the factor.
-        tiled: scales lie in 128x4 tiles, and the high half of a byte is its first value.
-        scheme: what the weight becomes.
+    On disk are ``codes``, bytes of two FP4 codes ``[N, K / 2]``, e4m3 scales ``groups [N, K / 16]``
+    and one fp32 ``factor``, by which scales are multiplied unless it ``divides``. If ``tiled``,
+    scales lie in 128x4 tiles, and the high half of a byte is its first value.
     """
 
     layer: str
