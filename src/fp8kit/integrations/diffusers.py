@@ -104,10 +104,8 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     """Swap linear layers for ``Fp8Linear`` before diffusers fills in the weights.
 
     After loading, ``model.hf_quantizer.report`` says what was converted and what was not, and why.
-
-    Args:
-        quantization_config: an ``Fp8KitConfig``, or that of Transformers with the same fields.
-        kwargs: as diffusers passes them; for a single file it says nothing of ``pre_quantized``.
+    The config may be that of Transformers, which has the same fields; for a single file diffusers
+    says nothing of ``pre_quantized``.
     """
 
     use_keep_in_fp32_modules = True

@@ -44,11 +44,9 @@ _EXPERT = re.compile(r".*\.(?P<expert>\d+)\.\w+\.weight")
 class Taken:
     """The experts that do not go through the loader of Transformers.
 
-    Args:
-        experts: what each module of experts becomes, by name.
-        layers: FP8 layers of the checkpoint that go into them, by the names of the model.
-        names: of tensors in high precision on disk to their names in the model.
-        rules: of Transformers, which note whether they have renamed something.
+    ``experts`` has what each module of experts becomes; ``layers`` are the FP8 layers that go into
+    them, by the names of the model; ``names`` gives those of tensors in high precision by the names
+    on disk. The ``rules`` of Transformers note whether they have renamed something.
     """
 
     experts: dict[str, Experts] = field(default_factory=dict)

@@ -146,10 +146,6 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
 class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
     """Swap linear layers for ``Fp8Linear`` before Transformers fills in the weights.
 
-    Args:
-        quantization_config: an ``Fp8KitConfig``.
-        kwargs: as Transformers passes them.
-
     After loading, ``model.hf_quantizer.report`` says what was converted and what was not, and why.
     """
 

@@ -101,13 +101,9 @@ def _unchecked(quantization: JsonObject, error: Exception) -> JsonObject:
 class _Trial:
     """What the loader said.
 
-    Args:
-        kind: the class of the model.
-        missing: tensors of the model that nothing on disk fills.
-        lost: codes on disk without a place in the model.
-        bare: codes with a place whose scale has none.
-        coded: modules that FP8 codes go into.
-        errors: why tensors cannot be converted, or have other shapes.
+    Nothing on disk fills the ``missing`` tensors of the model. Of codes on disk the ``lost`` have
+    no place in it, and the scales of ``bare`` ones have none; modules that get codes are ``coded``.
+    ``errors`` say why tensors cannot be converted, or have other shapes.
     """
 
     kind: str

@@ -25,13 +25,9 @@ _KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}  # dtype tags
 class Variant(NamedTuple):
     """What a kernel is compiled for beside its tile configuration.
 
-    Args:
-        block_scales: 1x128 by 128x128 scales instead of row or tensor scales.
-        one_token_tile: all tokens fit one tile, so every weight is read once.
-        tma_store: TMA stores the result, else threads do.
-        out_dtype: of the result.
-        bias_dtype: of the bias; ``None`` without one.
-        x_dtype: of tokens that are quantized in the GEMM; ``None`` if they come as codes.
+    ``block_scales`` are 1x128 by 128x128, else they are per row or tensor. With ``one_token_tile``
+    every weight is read once. Without ``tma_store`` threads store the result; without ``x_dtype``
+    tokens come as codes.
     """
 
     block_scales: bool

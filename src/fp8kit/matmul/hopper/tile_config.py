@@ -21,14 +21,10 @@ _SYSTEM_SMEM = 1024  # of each block
 
 
 class Schedule(NamedTuple):
-    """The tile order: all weights pass a band of token tiles, then the next band.
+    """The tile order: all weights pass a ``band`` of token tiles, then the next band.
 
-    Args:
-        grid: blocks to launch.
-        band: token tiles of a band.
-        band_inverse: ``2**32 / band``, rounded up: exact for dividends times ``band`` below
-            ``2**32``.
-        full_waves: waves in which every block has a whole tile.
+    ``grid`` are blocks to launch. ``band_inverse`` is ``2**32 / band``, rounded up: exact for
+    dividends times ``band`` below ``2**32``. In ``full_waves`` every block has a whole tile.
     """
 
     grid: int
@@ -74,11 +70,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
-    """How a tile leaves.
-
-    Args:
-        buffers: parts of a warpgroup's tile that are in shared memory together.
-    """
+    """How a tile leaves: so many parts of a warpgroup's tile are in shared memory together."""
 
     buffers: int = 1
 
@@ -102,11 +94,9 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InGemmQuantization:
-    """How each block quantizes the tokens that it multiplies.
+    """How each block quantizes its tokens, ``rows`` rounded up to a power of two.
 
-    Args:
-        rows: tokens, rounded up to a power of two.
-        vectors: of 16 bytes that a thread quantizes.
+    A thread quantizes ``vectors`` of 16 bytes.
     """
 
     rows: int

@@ -24,18 +24,10 @@ KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}  # dtype tags 
 class Variant(NamedTuple):
     """What a grouped GEMM is compiled for beside its tile configuration.
 
-    Args:
-        products: that the kernel computes.
-        lists: it sorts few pairs itself.
-        gathers: the first product gathers the rows of pairs from tokens.
-        x_groups: rows of the first product have a scale per 128 of K.
-        h_groups: rows of the second product, likewise.
-        weight_blocks: weights have a scale per 128x128 block.
-        given_scale: the result of the first product has a static scale.
-        gelu: the activation is GELU by tanh instead of SiLU.
-        limited: it has a limit.
-        dtype: of the second product's result.
-        bias_dtypes: of the biases of both products; float32 without one.
+    It ``lists`` few pairs itself, and its first product ``gathers`` the rows of pairs from tokens.
+    ``x_groups`` and ``h_groups``: rows of the first and second product have a scale per 128 of K.
+    ``given_scale``: the result of the first has a static one. ``gelu``, by tanh, stands for SiLU.
+    The ``dtype`` is that of the second product's result, of a bias that is not there float32.
     """
 
     products: Products
@@ -60,16 +52,10 @@ class Variant(NamedTuple):
 class PairsVariant(NamedTuple):
     """What the kernel that sorts pairs and quantizes tokens is compiled for.
 
-    Args:
-        threads: of a block.
-        cluster: blocks that sort many pairs together.
-        sorts: 1 to sort few pairs, 2 to sort many; 0 if they are sorted.
-        quantizes: quantize a token per block.
-        gathered: write the codes of a token once, not to the rows of its pairs.
-        vectors: of 16 bytes of a token that a thread holds.
-        scales: 0 for one per row, 1 for one per 1x128 group, 2 for a given one.
-        tile_tokens: of a tile of the products.
-        dtype: of tokens.
+    ``sorts`` is 1 for few pairs, 2 for many, which a ``cluster`` sorts together, 0 if they are
+    sorted. Each block ``quantizes`` a token, of which a thread holds ``vectors`` of 16 bytes;
+    ``gathered`` codes are written once, not to the rows of pairs. ``scales`` is 0 for one per row,
+    1 per 1x128 group, 2 for a given one.
     """
 
     threads: int
