@@ -240,7 +240,7 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
                     "Pass a dense model, built as before its conversion.",
                 )
             if target not in found.made:
-                layer = _empty(module, scheme, dtype)
+                layer = empty_layer(module, scheme, dtype)
                 found.made.update(dict.fromkeys(names[module], layer))
     fp8 = [n for n, m in model.named_modules() if isinstance(m, Fp8Linear) or n in found.made]
     found.groups = conversion_siblings.find_groups(model, fp8)
@@ -280,12 +280,13 @@ def layers_by_plan(model: nn.Module, options: PlanOptions, dtype: torch.dtype) -
     for record in report.linears:
         module = model.get_submodule(record.name)
         assert isinstance(module, nn.Linear)
-        layer = _empty(module, scheme, dtype)
+        layer = empty_layer(module, scheme, dtype)
         found.made.update(dict.fromkeys((record.name, *record.aliases), layer))
     return found
 
 
-def _empty(dense: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> Fp8Linear:
+def empty_layer(dense: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> Fp8Linear:
+    """Make the FP8 layer that a dense one becomes, on meta, with a compute dtype."""
     shape = (dense.in_features, dense.out_features)
     layer = Fp8Linear(*shape, dense.bias is not None, scheme, device="meta", dtype=dtype)
     if dense.bias is not None:
