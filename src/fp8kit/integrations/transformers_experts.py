@@ -100,7 +100,8 @@ class Taken:
             for n, layer in self.layers.items()
         }
         here = {**stored_shapes(model, self.experts, dense), **coded}
-        problems = _missing(here, stacks)
+        found = fit(here, stacks)
+        problems = found.problems + [f"{n}: not on disk" for n in stacks if n not in found.covered]
         if not problems:
             return
         listed = "\n  ".join(problems[:20])
@@ -109,11 +110,6 @@ class Taken:
             f"All experts must be there; {len(problems)} stacks are not whole.",
             "Complete it, or load with the model class that it was made from.",
         )
-
-
-def _missing(here: Mapping[str, tuple[int, ...]], stacks: dict[str, tuple[int, ...]]) -> list[str]:
-    found = fit(here, stacks)
-    return found.problems + [f"{n}: not on disk" for n in stacks if n not in found.covered]
 
 
 _AWAITED: dict[Any, dict[str, torch.Tensor]] = {}
