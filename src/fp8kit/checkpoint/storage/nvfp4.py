@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8kit import functional
+from fp8kit.checkpoint.schema.decoding import no_numbers
 from fp8kit.checkpoint.storage import fp4
 from fp8kit.checkpoint.storage.headers import TensorInfo
 from fp8kit.errors import CheckpointError
@@ -100,10 +101,8 @@ def convert(part: ConvertedPart, read: Callable[[TensorInfo], Tensor]) -> tuple[
     codes, groups = fp4.unpack(packed.flatten(), shape).float(), groups.float()
     factor = factor.float().reshape(())
     if not (groups.isfinite().all() and (groups >= 0).all() and 0 < factor < torch.inf):
-        raise CheckpointError(
-            f"{part.shard}: the scales of {part.codes.name} hold NaN or negative values.",
-            "Scales are finite and positive.",
-            "The file is damaged: get or make it again.",
+        raise no_numbers(
+            f"{part.shard}: the scales of {part.codes.name} hold NaN or negative values."
         )
     scale = groups / factor if part.divides else groups * factor
     dense = codes * scale.repeat_interleave(COLUMNS, -1)
