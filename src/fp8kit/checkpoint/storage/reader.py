@@ -198,12 +198,10 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a checkpoint directory without loading its tensors.
 
-    The directory has ``model.safetensors``, or ``model.safetensors.index.json`` and its shards, and
-    usually ``config.json``. ``widths`` are the rows of the parts of fused layers with one scale for
-    each part, by patterns of their names, where neither names nor config tell. NVFP4 weights become
-    ``scheme`` as they are read, by default ``FP8_DYNAMIC``. Raises ``CheckpointError`` if it does
-    not exist, holds no safetensors, is of an unknown dialect, or is damaged; every damage is named.
-    Or if widths do not fit, or no layer has such a name.
+    ``widths`` are the rows of the parts of fused layers with one scale for each part, by patterns
+    of their names, where neither names nor config tell. NVFP4 weights become ``scheme`` as they are
+    read, by default ``FP8_DYNAMIC``. Raises ``CheckpointError`` if there are no safetensors, the
+    dialect is unknown, or widths do not fit; and for damage, every one of which is named.
     """
     checkpoint = scan(path, widths, scheme)
     for pattern in widths or ():

@@ -117,11 +117,10 @@ def verify(
     """Recompute every tensor of a quantized checkpoint from its source.
 
     A weight is wrong if an element is farther from the source than rounding to FP8, or to the FP4
-    that the file holds, explains: half a unit in the last place, or, below the smallest normal
-    number, half a subnormal step. Whether the codes are those that this package would write is
-    told, but not demanded of other writers.
-    ``progress`` is called with the bytes of the source that were compared. Raises
-    ``CheckpointError`` if the source is FP8, or the result is not.
+    that the file holds, explains: half a unit in the last place, or half a subnormal step. That the
+    codes are those that this package would write is told, but not demanded. ``progress`` is called
+    with the bytes of the source that were compared. Raises ``CheckpointError`` if the source is
+    FP8, or the result is not.
     """
     if source.spec is not None or result.spec is None:
         first, second = ("FP8" if c.spec else "in high precision" for c in (source, result))
