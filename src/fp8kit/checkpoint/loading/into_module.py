@@ -229,7 +229,8 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
                 if stored == scheme or (joined and stored.activation == scheme.activation):
                     continue
             if isinstance(module, Fp8Linear) or foreign or unlike_linear(module) or not target:
-                held = module.scheme if isinstance(module, Fp8Linear) else module.weight.dtype
+                own = isinstance(module, Fp8Linear)
+                held = module.scheme if own else f"({module.weight.dtype})"
                 kind = f"{type(module).__name__} {held}"
                 raise other_scheme(target or "The model itself", scheme, kind)
             if target not in found.made:
