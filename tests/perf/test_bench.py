@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 
@@ -34,4 +35,4 @@ def test_the_table_shows_ratios() -> None:
     row = bench.Timing(16, 4096, 4096, "FP8_DYNAMIC", "hopper_gemm", 8.0, 12.0, 4.0)
     lines = bench.render([row]).splitlines()
     assert lines[2].split() == "4096x4096 16 FP8_DYNAMIC hopper_gemm 8.0 12.0 1.50 50%".split()
-    assert json.loads(json.dumps(bench.to_dicts([row])))[0]["roofline_us"] == 4.0
+    assert json.loads(json.dumps([dataclasses.asdict(row)]))[0]["roofline_us"] == 4.0

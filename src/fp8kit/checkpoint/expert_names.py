@@ -46,18 +46,15 @@ def parts_of(module: ExpertTensors, stack: str) -> tuple[str, ...]:
     Biases, and gates that alternate with ups, are in no layer that engines load; blocks that reach
     from gates into ups belong to neither.
     """
-    up, activation = module.stacks.up, module.stacks.activation
-    if any(module.beside(name, "bias") is not None for name in module.stacks.names):
-        return ()
-    if not all(name in STACKED for name in module.stacks.names):
-        return ()
+    names, up, activation = module.stacks.names, module.stacks.up, module.stacks.activation
     n, k = module.codes(up).shape[1], module.codes(module.stacks.down).shape[2]
     gated, rows = n == 2 * k, module.scheme.stored.weight.rows
-    if gated != (up == "gate_up_proj"):
-        return ()
-    if gated and (activation is None or activation.interleaved or (rows > 1 and k % rows)):
-        return ()
-    return STACKED[stack][0]
+    whole = (
+        any(module.beside(name, "bias") is not None or name not in STACKED for name in names)
+        or gated != (up == "gate_up_proj")
+        or (gated and (activation is None or activation.interleaved or (rows > 1 and k % rows)))
+    )
+    return () if whole else STACKED[stack][0]
 
 
 def split_experts(

@@ -29,15 +29,10 @@ _QUANTIZATION = ("quantization_config", "compression_config")
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A model as it goes to disk.
+    """A model as it goes to disk, under the names of the checkpoint; what it ties appears once.
 
-    Args:
-        tensors: checkpoint name to tensor; what the model ties appears once.
-        dense: names of the linear layers in high precision, as modules and as in the checkpoint.
-        config: ``config.json`` without a quantization config.
-        texts: further files, by name.
-        experts: the FP8 layers of single experts, by their names in the checkpoint.
-        whole: names of FP8 stacks that are written as they are.
+    ``dense`` names linear layers in high precision as modules and as in the checkpoint; ``config``
+    has no quantization config; ``whole`` names FP8 stacks that are written as they are.
     """
 
     tensors: dict[str, Tensor]

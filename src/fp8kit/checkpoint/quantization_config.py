@@ -80,11 +80,9 @@ def announce(
 ) -> Announced:
     """Tell how the FP8 layers of a module are written for a target.
 
-    Layers of one scheme are written in the dialect of that scheme, layers of several in
-    compressed-tensors, which names those that differ from most, and layers with a ``scale_ub`` in
-    fbgemm, which alone has such a bound. Raises ``CheckpointError`` if there are no FP8 layers, if
-    they compute in several dtypes or have adapters, or bounds that differ, or if the target cannot
-    load them.
+    Layers of one scheme are written in its dialect, of several in compressed-tensors, and those
+    with a ``scale_ub`` in fbgemm, which alone has such a bound. Raises ``CheckpointError`` if there
+    are no FP8 layers, they differ in dtype or bound, have adapters, or the target cannot load them.
     """
     layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
     stacked = {n: m for n, m in model.named_modules() if isinstance(m, ExpertTensors)}

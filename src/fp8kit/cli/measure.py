@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -51,9 +52,9 @@ def bench(
 ) -> None:
     """Time the layers of the Transformers model SOURCE, or of --shapes, against bf16."""
     kind = Scheme.of(scheme)
-    layers = operands.unique(_layers(source, shapes).values())
+    layers = list(dict.fromkeys(_layers(source, shapes).values()))
     found = linear.bench(layers, rows, kind, torch.device(device), accum=accum)
-    print_result(linear.to_dicts(found) if as_json else linear.render(found), as_json)
+    print_result([asdict(t) for t in found] if as_json else linear.render(found), as_json)
 
 
 @click.command("eval")

@@ -164,16 +164,11 @@ def names_to_match(names: Sequence[str], module: nn.Module, stacks: ExpertStacks
 
     Checkpoints hold experts one by one, so that ``"*.experts.*"`` means them there.
     """
-    parts = ("gate_proj", "up_proj") if is_gated(module, stacks) else ("up_proj",)
-    endings = [*stacks.names, *(f"0.{part}" for part in (*parts, "down_proj"))]
-    return [*names, *(f"{name}.{ending}" for name in names for ending in endings)]
-
-
-def is_gated(module: nn.Module, stacks: ExpertStacks) -> bool:
-    """Return whether the first product of a module's experts has gates beside ups."""
     up, down = (module.get_parameter(name).shape for name in stacks.names)
     k = 1 if stacks.transposed and not isinstance(module, ExpertTensors) else 2
-    return up[3 - k] == 2 * down[k]
+    parts = ("gate_proj", "up_proj") if up[3 - k] == 2 * down[k] else ("up_proj",)
+    endings = [*stacks.names, *(f"0.{part}" for part in (*parts, "down_proj"))]
+    return [*names, *(f"{name}.{ending}" for name in names for ending in endings)]
 
 
 def _is_stack(module: nn.Module, name: str) -> bool:

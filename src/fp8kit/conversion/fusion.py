@@ -104,10 +104,9 @@ def idle_links(
 def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
     """Let norms, activations and feed-forwards write FP8 where it is known who reads them.
 
-    Routers beside experts in FP8 choose in one kernel.
-
-    Known are the blocks of ``model_families.BLOCKS``, diffusers' ``FeedForward`` wherever it is
-    used, and what users say of their own models. Gives the names of the modules that were replaced.
+    Known are the blocks of ``model_families.BLOCKS``, diffusers' ``FeedForward``, and what users
+    say of their models. Routers beside experts in FP8 choose in one kernel. Gives the names of the
+    modules that were replaced.
     """
     replaced: list[str] = []
     families = family_links(model)

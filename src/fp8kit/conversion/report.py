@@ -136,9 +136,7 @@ class Report:
     def refuse_blocked(self) -> None:
         """Do what ``strict`` asks for: refuse layers that should be converted and cannot be.
 
-        Raises:
-            ConversionError: if there are skipped layers with a warning; it names them all. Or if no
-                layer would become FP8.
+        Raises ``ConversionError`` that names them all, or if no layer would become FP8.
         """
         blocked = [r for r in self.skipped if r.warning]
         if blocked:

@@ -41,16 +41,12 @@ def _place(
     held = layer._parameters.get(name) if isinstance(layer, Fp8Linear | ExpertTensors) else None
     if held is not None and (held.dtype in FP8_FORMATS or name.endswith(("_scale", "_exponents"))):
         dtype = None  # it is for numbers: codes and scales keep theirs, as in any cast
-    if str(device) == "meta" or held is None or not _would_be_cast(held, value):
+    dense = isinstance(value, Tensor) and value.dtype not in FP8_FORMATS
+    into_codes = held is not None and held.dtype in FP8_FORMATS
+    if str(device) == "meta" or held is None or not (dense and into_codes):
         own(module, tensor_name, device, value, dtype, *args, **kwargs)
         if held is not None:
             layer._parameters[name] = plain(layer._parameters[name])
         return
     layer.load_state_dict({name: value}, strict=False, assign=held.is_meta)
     layer.to(device)
-
-
-def _would_be_cast(held: Tensor, value: Any) -> bool:
-    """Return whether a value is no codes and would be placed where a layer of ours holds codes."""
-    codes = not isinstance(value, Tensor) or value.dtype in FP8_FORMATS
-    return held.dtype in FP8_FORMATS and not codes

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.dialects.by_layer import METHOD, plain, scheme_of_plain, schemes_of
 from fp8kit.checkpoint.exporting import refuse_adapters, refuse_transposed
-from fp8kit.checkpoint.loading.into_module import plan_to_load
+from fp8kit.checkpoint.loading.into_module import empty_layer, plan_to_load
 from fp8kit.checkpoint.loading.merged_weights import is_finite, not_finite
 from fp8kit.conversion import fusion, siblings
 from fp8kit.conversion.patterns import some_of
@@ -104,10 +104,8 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     """Swap linear layers for ``Fp8Linear`` before diffusers fills in the weights.
 
     After loading, ``model.hf_quantizer.report`` says what was converted and what was not, and why.
-
-    Args:
-        quantization_config: an ``Fp8KitConfig``, or that of Transformers with the same fields.
-        kwargs: as diffusers passes them; for a single file it says nothing of ``pre_quantized``.
+    The config may be that of Transformers, which has the same fields; for a single file diffusers
+    says nothing of ``pre_quantized``.
     """
 
     use_keep_in_fp32_modules = True
@@ -167,8 +165,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         for name, scheme in self._schemes(model, keep_in_fp32_modules, state_dict or {}).items():
             layer = _linear(model, name)
             if not isinstance(layer, Fp8Linear):  # it may have several names
-                form = (layer.in_features, layer.out_features, layer.bias is not None, scheme)
-                become(layer, Fp8Linear(*form, device="meta", dtype=self.dtype))
+                become(layer, empty_layer(layer, scheme, self.dtype))
             layer.qualified_name = name
 
     def _schemes(
@@ -255,8 +252,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 "Save the model again, or exclude layers that the file does not have.",
             )
         for layer in layers.values():
-            for parameter in layer.parameters(recurse=False):
-                parameter.requires_grad_(False)
+            layer.requires_grad_(False)
         for sentence in mx_forms.settle(layers, self.form):
             warnings.warn(sentence, stacklevel=2)
         groups = self.report.groups if self.report else siblings.find_groups(model, list(layers))

@@ -93,15 +93,11 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
         safe_merge: bool = False,  # noqa: ARG002
         adapter_names: list[str] | None = None,
     ) -> None:
-        """Merge adapters into the weight.
+        """Merge adapters into the weight, by default the active ones.
 
-        Args:
-            safe_merge: changes nothing: what is not finite is never merged.
-            adapter_names: by default the active ones.
-
-        Raises:
-            ValueError: if the merged weight is not finite; nothing is changed then.
-            UnsupportedError: if an adapter is of a kind that cannot be merged into FP8.
+        ``safe_merge`` changes nothing: what is not finite is never merged. Raises ``ValueError``
+        then, and ``UnsupportedError`` for an adapter of another kind than FP8 takes; nothing is
+        changed.
         """
         names = [n for n in check_adapters_to_merge(self, adapter_names) or [] if n in self.lora_A]
         if not names:

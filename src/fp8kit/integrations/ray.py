@@ -40,15 +40,7 @@ def _write(work: Work, index: int, source: str, folder: str, device: str) -> Non
 
 
 class Runner:
-    """Carries out a plan of work on a Ray cluster; see ``quantize_checkpoint``.
-
-    Args:
-        address: of the cluster; ``None`` takes the one that is found, else starts one here.
-        device: ``"cpu"``, or ``"cuda"`` for one GPU per task.
-
-    Example:
-        >>> quantize_checkpoint(source, destination, runner=Runner("auto"))
-    """
+    """Carries out a plan of work on a Ray cluster; arguments as of ``ray_runner``."""
 
     write = staticmethod(_write)
 

@@ -51,22 +51,11 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attend as Transformers' ``sdpa`` does; arguments and results are those of its interface.
 
-    Args:
-        module: the attention of a layer.
-        query: ``[batch, heads, tokens, head_dim]``.
-        key: ``[batch, key_heads, all tokens, head_dim]``.
-        value: ``[batch, key_heads, all tokens, value_dim]``.
-        attention_mask: bool ``[batch or 1, 1, tokens, all tokens]``, or ``None``.
-        dropout: probability; above zero only in training.
-        scaling: of the products of queries and keys; ``None`` for ``head_dim ** -0.5``.
-        **kwargs: as of ``sdpa``.
-
-    Returns:
-        The result, ``[batch, tokens, heads, value_dim]``, and ``None``.
-
-    Raises:
-        UnsupportedError: for a paged cache (``generate_batch``), whose masks are made for ``sdpa``,
-            and for models whose code asks for the name ``sdpa``.
+    Queries are ``[batch, heads, tokens, head_dim]``, keys and values ``[batch, key_heads, all
+    tokens, ...]``, a mask is bool ``[batch or 1, 1, tokens, all tokens]``. Gives ``[batch, tokens,
+    heads, value_dim]``, and ``None``. Raises ``UnsupportedError`` for a paged cache
+    (``generate_batch``), whose masks are made for ``sdpa``, and for models whose code asks for the
+    name ``sdpa``.
     """
     if _compares_names(type(module).__module__):
         raise UnsupportedError(

@@ -44,11 +44,9 @@ _EXPERT = re.compile(r".*\.(?P<expert>\d+)\.\w+\.weight")
 class Taken:
     """The experts that do not go through the loader of Transformers.
 
-    Args:
-        experts: what each module of experts becomes, by name.
-        layers: FP8 layers of the checkpoint that go into them, by the names of the model.
-        names: of tensors in high precision on disk to their names in the model.
-        rules: of Transformers, which note whether they have renamed something.
+    ``experts`` has what each module of experts becomes; ``layers`` are the FP8 layers that go into
+    them, by the names of the model; ``names`` gives those of tensors in high precision by the names
+    on disk. The ``rules`` of Transformers note whether they have renamed something.
     """
 
     experts: dict[str, Experts] = field(default_factory=dict)
@@ -102,7 +100,8 @@ class Taken:
             for n, layer in self.layers.items()
         }
         here = {**stored_shapes(model, self.experts, dense), **coded}
-        problems = _missing(here, stacks)
+        found = fit(here, stacks)
+        problems = found.problems + [f"{n}: not on disk" for n in stacks if n not in found.covered]
         if not problems:
             return
         listed = "\n  ".join(problems[:20])
@@ -111,11 +110,6 @@ class Taken:
             f"All experts must be there; {len(problems)} stacks are not whole.",
             "Complete it, or load with the model class that it was made from.",
         )
-
-
-def _missing(here: Mapping[str, tuple[int, ...]], stacks: dict[str, tuple[int, ...]]) -> list[str]:
-    found = fit(here, stacks)
-    return found.problems + [f"{n}: not on disk" for n in stacks if n not in found.covered]
 
 
 _AWAITED: dict[Any, dict[str, torch.Tensor]] = {}

@@ -27,7 +27,7 @@ from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.dialects.by_layer import plain as plain
 from fp8kit.checkpoint.dialects.by_layer import scheme_of_plain
 from fp8kit.checkpoint.expert_names import stacks_in
-from fp8kit.checkpoint.loading.into_module import plan_to_load
+from fp8kit.checkpoint.loading.into_module import empty_layer, plan_to_load
 from fp8kit.checkpoint.loading.merged_weights import is_finite
 from fp8kit.conversion import fusion, siblings
 from fp8kit.conversion.plan import refuse_static, warn_of_nothing
@@ -146,10 +146,6 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
 class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
     """Swap linear layers for ``Fp8Linear`` before Transformers fills in the weights.
 
-    Args:
-        quantization_config: an ``Fp8KitConfig``.
-        kwargs: as Transformers passes them.
-
     After loading, ``model.hf_quantizer.report`` says what was converted and what was not, and why.
     """
 
@@ -247,8 +243,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
                 return model
             raise not_quantized(self.unfilled)
         for layer in layers.values():
-            for parameter in layer.parameters(recurse=False):
-                parameter.requires_grad_(False)
+            layer.requires_grad_(False)
         form = self.quantization_config.mx_form
         self.told = settle({**layers, **experts}, Scheme.of(form) if form else self.form)
         groups = self.report.groups if self.report else siblings.find_groups(model, list(layers))
@@ -377,10 +372,8 @@ def _make_room(model: Any, names: Sequence[str], scheme: Scheme, apart: Iterable
 
 
 def _placeholder(dense: Any, scheme: Scheme, pre_quantized: bool) -> Fp8Linear:
-    weight = dense.weight
-    shape = (dense.in_features, dense.out_features)
-    layer = Fp8Linear(*shape, dense.bias is not None, scheme, device="meta", dtype=weight.dtype)
+    layer = empty_layer(dense, scheme, dense.weight.dtype)
     if not pre_quantized:
         # loaders up to 5.22 cast to the dtype they find here before they quantize
-        layer.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+        layer.weight = frozen(torch.empty_like(dense.weight, device="meta"))
     return layer

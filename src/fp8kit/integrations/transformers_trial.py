@@ -34,11 +34,10 @@ _SCALES = ("_scale", "_scale_inv")
 def accepted(build: Callable[[], Any], quantization: JsonObject, kinds: Kinds) -> JsonObject:
     """Return the quantization config with which Transformers loads what is about to be written.
 
-    A model on meta is filled by the library's own loader. Layers that groups name as files do are
-    named as in the model, too. Modules that it would make FP8, and for which the checkpoint has no
-    scales, are added to those that it is to ignore. ``build`` makes the dense model on meta, anew
-    at each call. Raises ``CheckpointError`` if Transformers would stop,
-    lose FP8 tensors, or draw some at random.
+    A dense model on meta, which ``build`` makes anew at each call, is filled by the library's own
+    loader. Layers that groups name as files do are named as in the model, too; modules that it
+    would make FP8 without scales are added to those that it is to ignore. Raises
+    ``CheckpointError`` if Transformers would stop, lose FP8 tensors, or draw some at random.
     """
     if quantization.get("quant_method") not in _METHODS:
         return quantization
@@ -101,13 +100,9 @@ def _unchecked(quantization: JsonObject, error: Exception) -> JsonObject:
 class _Trial:
     """What the loader said.
 
-    Args:
-        kind: the class of the model.
-        missing: tensors of the model that nothing on disk fills.
-        lost: codes on disk without a place in the model.
-        bare: codes with a place whose scale has none.
-        coded: modules that FP8 codes go into.
-        errors: why tensors cannot be converted, or have other shapes.
+    Nothing on disk fills the ``missing`` tensors of the model. Of codes on disk the ``lost`` have
+    no place in it, and the scales of ``bare`` ones have none; modules that get codes are ``coded``.
+    ``errors`` say why tensors cannot be converted, or have other shapes.
     """
 
     kind: str

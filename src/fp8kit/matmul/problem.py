@@ -37,24 +37,12 @@ DECODING = ("dequantized", "reference")
 class MatmulProblem:
     """``y[M, N] = x[M, K] @ w[N, K].T + bias`` with scaled operands.
 
-    Args:
-        m: rows of ``x``, rounded up to a power of two so that few problems exist.
-        n: rows of ``w``.
-        k: columns of both.
-        x_group: granularity of ``x``; ``None`` if ``x`` is in 16 or 32 bit (weight-only).
-        w_group: granularity of ``w``.
-        x_dtype: dtype of ``x`` as the matmul gets it.
-        w_dtype: dtype of the weight codes.
-        out_dtype: dtype of ``y``.
-        bias: whether a bias is added.
-        accum: ``"precise"`` (data of one sign is biased by less than 1e-3) or ``"fast"``.
-        batch_invariant: the bits of a row must not depend on the other rows.
-        device_type: ``"cpu"``, ``"cuda"``, …
-        capability: CUDA compute capability, ``None`` elsewhere.
-        device: name of the GPU, under which its measured times are kept; empty elsewhere.
-        configuration: how the backend is to cut the problem; empty leaves that to the backend, and
-            ``None`` to dispatch.
-        architecture: of a GPU of AMD, such as ``gfx942``; empty elsewhere.
+    ``m`` is rounded up to a power of two, so that few problems exist. Without ``x_group`` ``x`` is
+    in 16 or 32 bit (weight-only); ``x_dtype`` is what the matmul gets. ``accum`` is ``"precise"``
+    (data of one sign is biased by less than 1e-3) or ``"fast"``; the bits of a row depend on no
+    other row if ``batch_invariant``. Measured times are kept under ``device``, the name of the GPU.
+    How to cut the problem says ``configuration``; empty leaves that to the backend, ``None`` to
+    dispatch. ``capability`` is that of CUDA, ``architecture`` that of AMD, such as ``gfx942``.
     """
 
     m: int
@@ -149,14 +137,9 @@ class MatmulProblem:
 
 
 class MatmulOperands(NamedTuple):
-    """What is multiplied: ``x [M, K]`` by ``w [N, K]``.
+    """What is multiplied: ``x [M, K]`` by codes ``w [N, K]``, with scales per group of the problem.
 
-    Args:
-        x: codes, or bf16, fp16 or fp32 if ``problem.x_group`` is ``None``.
-        x_scale: scales of ``x`` per ``problem.x_group``, or ``None``.
-        w: codes.
-        w_scale: scales of ``w`` per ``problem.w_group``.
-        bias: ``[N]``, any float dtype, or ``None``.
+    ``x`` are codes, or bf16, fp16 or fp32 without scales; the bias is ``[N]``, any float dtype.
     """
 
     x: Tensor

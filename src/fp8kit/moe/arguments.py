@@ -20,7 +20,13 @@ def check_kinds(w13: QTensor, w2: QTensor, activation: Activation) -> None:
     """Refuse weights that are not quantized alike, and what is no activation."""
     validation.check_quantized("w13", w13)
     validation.check_quantized("w2", w2)
-    _check_alike(w13, w2)
+    one, other = (w13.group, w13.data.dtype), (w2.group, w2.data.dtype)
+    if one != other:
+        raise InvalidValue(
+            f"Got w13 in {one[0]} groups of {one[1]} and w2 in {other[0]} of {other[1]}.",
+            "Both weights of a layer have one granularity and one dtype.",
+            "Quantize both alike.",
+        )
     check_activation(activation)
 
 
@@ -151,16 +157,6 @@ def stacked_scale(q: QTensor) -> Tensor:
     if q.group == TENSOR and q.scale.dim() == 2:
         return q.scale.expand(q.shape[0], 1, 1)
     return q.scale
-
-
-def _check_alike(w13: QTensor, w2: QTensor) -> None:
-    one, other = (w13.group, w13.data.dtype), (w2.group, w2.data.dtype)
-    if one != other:
-        raise InvalidValue(
-            f"Got w13 in {one[0]} groups of {one[1]} and w2 in {other[0]} of {other[1]}.",
-            "Both weights of a layer have one granularity and one dtype.",
-            "Quantize both alike.",
-        )
 
 
 def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -69,13 +70,7 @@ def quantized_intermediate(
 
 def looping(multiply: Multiply, **answers: Any) -> MoeBackend:
     """Make a backend of a dense product; ``answers`` are what ``Backend`` asks."""
-
-    def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
-        return layer(operands, problem, multiply)
-
-    def grouped(operands: GroupedOperands, problem: GroupedProblem) -> Tensor:
-        return product(operands, problem, multiply)
-
+    experts, grouped = (functools.partial(each, multiply=multiply) for each in (layer, product))
     return MoeBackend(experts=experts, grouped=grouped, **answers)
 
 

@@ -33,9 +33,8 @@ def physical_ids(ids: Tensor, expert_map: Tensor | None, experts: int) -> Tensor
 class SortedPairs(NamedTuple):
     """Pairs ``token * k + place`` in the order of their experts.
 
-    Args:
-        order: ``int64 [M * k]``, pairs by expert and then by token; those of no expert come last.
-        offsets: ``int64 [E + 1]``, where in ``order`` each expert's pairs begin and end.
+    ``order``, int64 ``[M * k]``, has them by expert and then by token, those of no expert last;
+    ``offsets``, int64 ``[E + 1]``, where in it each expert's begin and end.
     """
 
     order: Tensor

@@ -29,26 +29,14 @@ MOE_BACKENDS: BackendTable = (
 
 @dataclass(frozen=True, slots=True)
 class ExpertsProblem:
-    """A layer of experts.
+    """A layer of E experts, of ``hidden`` columns H and ``intermediate`` I between its products.
 
-    Args:
-        m: tokens, rounded up to a power of two.
-        experts: E.
-        top_k: experts per token.
-        hidden: H, columns of input and result.
-        intermediate: I, columns of what the second product reads.
-        activation: what stands between the products.
-        x_group: granularity of the input; ``None`` leaves it and the intermediate in 16 bit.
-        w_group: granularity of both weights.
-        x_dtype: dtype of input and result.
-        w_dtype: dtype of all codes.
-        scale_rounding: how scales that are taken from data are rounded.
-        static_input: the first product has a given input scale.
-        static_intermediate: the second product has one.
-        router_weight_on_input: weights multiply the input, and results are added as they are.
-        batch_invariant: the bits of a token's result do not depend on the other tokens.
-        device_type: ``"cpu"``, ``"cuda"``, …
-        capability: CUDA compute capability, ``None`` elsewhere.
+    ``m`` are tokens, rounded up to a power of two. Without ``x_group`` input and intermediate stay
+    in 16 bit; input and result have ``x_dtype``, all codes ``w_dtype``. ``static_input`` and
+    ``static_intermediate`` say which products have a given input scale; ``scale_rounding`` is of
+    other scales. With ``router_weight_on_input`` results are added as they are. The bits of a
+    token's result depend on no other token if ``batch_invariant``; ``capability`` is that of CUDA,
+    ``None`` elsewhere.
     """
 
     m: int
@@ -135,13 +123,9 @@ class GroupedProblem:
 
 
 class ExpertWeights(NamedTuple):
-    """One of the two weights of all experts.
+    """One of the two weights of all experts: codes ``[E, N, K]``, scales ``stack_scale_shape``.
 
-    Args:
-        data: codes ``[E, N, K]``.
-        scale: ``stack_scale_shape(data.shape, group)``.
-        bias: ``[E, N]``, any float dtype, or ``None``.
-        input_scale: static ``float32 [1, 1]`` of what it is multiplied by, or ``None``.
+    The bias is float ``[E, N]``, the static ``input_scale`` float32 ``[1, 1]``.
     """
 
     data: Tensor
@@ -151,14 +135,10 @@ class ExpertWeights(NamedTuple):
 
 
 class ExpertOperands(NamedTuple):
-    """What a layer of experts computes with.
+    """What a layer of experts computes with: float ``x [M, H]``, and ids and weights ``[M, k]``.
 
-    Args:
-        x: bf16, fp16 or fp32 ``[M, H]``.
-        w13: of the first product.
-        w2: of the second product.
-        ids: int32 or int64 ``[M, k]``, rows of the weights; a pair with any other counts as zero.
-        weights: ``float32 [M, k]``.
+    Ids are int32 or int64 rows of the weights; a pair with any other counts as zero. Weights are
+    float32.
     """
 
     x: Tensor
@@ -173,13 +153,10 @@ class ExpertOperands(NamedTuple):
 
 
 class GroupedOperands(NamedTuple):
-    """What a grouped product multiplies.
+    """What a grouped product multiplies: codes or floats ``x [S, K]``, and weights of all experts.
 
-    Args:
-        x: codes, or 16-bit or fp32 values, ``[S, K]``.
-        x_scale: of ``x``, or ``None``.
-        w: of all experts; its input scale is not read.
-        offsets: integer ``[E + 1]``: expert ``e`` has the rows ``offsets[e] .. offsets[e + 1]``.
+    Expert ``e`` has the rows ``offsets[e] .. offsets[e + 1]``, integers ``[E + 1]``. The input
+    scale of ``w`` is not read.
     """
 
     x: Tensor
@@ -192,10 +169,9 @@ class GroupedOperands(NamedTuple):
 class MoeBackend(Backend):
     """An implementation of the experts.
 
-    Args:
-        experts: the layer: gives ``[M, H]`` in the dtype of ``x``.
-        grouped: one product: gives ``[S, N]`` in ``problem.out_dtype``, zero where a row has no
-            expert; ``None`` if ``supports`` declines every ``GroupedProblem``.
+    ``experts``, the layer, gives ``[M, H]`` in the dtype of ``x``; ``grouped``, one product, ``[S,
+    N]`` in ``problem.out_dtype``, zero where a row has no expert. It is ``None`` if ``supports``
+    declines every ``GroupedProblem``.
     """
 
     experts: Callable[[ExpertOperands, ExpertsProblem], Tensor]

@@ -83,7 +83,9 @@ def route(
         ids, weights = custom(logits, top_k)
         check_routing(ids, weights, logits.shape[0])
         return ids.long(), weights.float() * scaling_factor
-    _check_options(logits, scoring, correction_bias)
+    check_choice("scoring", scoring, SCORINGS, "Pass one of these, or a custom function.")
+    if correction_bias is not None:
+        check_operand("correction_bias", correction_bias, (logits.shape[1],), logits, None)
     _check_groups(logits.shape[1], top_k, groups, top_groups)
     how = Formula(operator.index(top_k), scoring, renormalize, scaling_factor, torch.float32)
     if groups is None or top_groups is None:
@@ -170,12 +172,6 @@ def _check_counts(logits: Tensor, top_k: int) -> None:
             "Logits are [M, E], and a token takes 1 to E experts.",
             "Flatten the tokens with logits.flatten(0, -2), or change top_k.",
         )
-
-
-def _check_options(logits: Tensor, scoring: str, correction_bias: Tensor | None) -> None:
-    check_choice("scoring", scoring, SCORINGS, "Pass one of these, or a custom function.")
-    if correction_bias is not None:
-        check_operand("correction_bias", correction_bias, (logits.shape[1],), logits, None)
 
 
 def _check_groups(experts: int, top_k: int, groups: int | None, top_groups: int | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -74,11 +74,6 @@ def bench(
             facts = (m, *shape, scheme.name, backend, times["fp8"], times["bf16"])
             found.append(Timing(*facts, ceiling.roofline(case)))
     return found
-
-
-def to_dicts(timings: Sequence[Timing]) -> list[dict[str, object]]:
-    """Return timings as plain data for JSON."""
-    return [asdict(t) for t in timings]
 
 
 def render(timings: Sequence[Timing]) -> str:

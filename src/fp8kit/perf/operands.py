@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -163,11 +163,6 @@ def parse_shapes(text: str) -> list[Shape]:
                 "Write output features first, e.g. 4096x14336.",
             )
         shapes.append((n, k))
-    return unique(shapes)
-
-
-def unique(shapes: Iterable[Shape]) -> list[Shape]:
-    """Drop repetitions and keep the order."""
     return list(dict.fromkeys(shapes))
 
 

@@ -33,7 +33,6 @@ from fp8kit.perf.operands import (
     dense_weights,
     exact_rows,
     operands,
-    unique,
 )
 from fp8kit.perf.timing import QUICK, SUSTAINED, Case, Timer, time_cases
 from fp8kit.runtime.atomic_files import locked
@@ -94,15 +93,15 @@ def wishes_of(
 
     ``joined`` are the matrices that siblings among them are multiplied as.
     """
-    yield Wish(unique(alone), rows, [scheme], accum)
+    yield Wish([*dict.fromkeys(alone)], rows, [scheme], accum)
     few = [m for m in rows if m <= MOST_JOINED_ROWS]
-    if few and (matrices := unique(joined)):
+    if few and (matrices := [*dict.fromkeys(joined)]):
         yield Wish(matrices, few, [scheme], accum)
 
 
 def shipped_wishes() -> list[Wish]:
     """Return what the tables in the wheel hold: the shapes of known models, by every scheme."""
-    every = unique(s for shapes in MODEL_SHAPES.values() for s in shapes)
+    every = [*dict.fromkeys(s for shapes in MODEL_SHAPES.values() for s in shapes)]
     llama = MODEL_SHAPES["Llama 8B"] + MODEL_SHAPES["Llama 70B"]
     main = [Scheme.of("FP8_DYNAMIC"), Scheme.of("FP8_BLOCK")]
     rest = [Scheme.of("FP8_TENSOR"), Scheme.of("FP8"), Scheme.of("FP8_WEIGHT_ONLY")]

@@ -16,7 +16,6 @@ sources = pytest.importorskip("fp8kit.moe.hopper.source", reason="no cuda-bindin
 pytestmark = pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_nvrtc()))
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-STATIC_BYTES = 12 * 1024  # that dynamic shared memory leaves beside it
 FIRST = sources.Variant(
     Products.FIRST, True, False, False, True, False, False, False, False, BF16, (F32, F32)
 )

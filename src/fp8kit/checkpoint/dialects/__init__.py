@@ -28,7 +28,7 @@ from fp8kit.checkpoint.dialects.mistral import MISTRAL
 from fp8kit.checkpoint.dialects.modelopt import MODELOPT
 from fp8kit.checkpoint.dialects.mxfp4 import MXFP4
 from fp8kit.checkpoint.dialects.mxfp8 import MXFP8_INVERSE as MXFP8_INVERSE
-from fp8kit.checkpoint.dialects.mxfp8 import MXFP8_PLAIN as MXFP8_PLAIN
+from fp8kit.checkpoint.dialects.mxfp8 import MXFP8_PLAIN
 from fp8kit.checkpoint.dialects.quark import QUARK
 from fp8kit.checkpoint.dialects.torchao import TORCHAO
 from fp8kit.checkpoint.dialects.transformers_fp8 import TRANSFORMERS_FP8 as TRANSFORMERS_FP8

@@ -30,13 +30,10 @@ _NATURAL = {TENSOR: ROW, ROW: ROW, BLOCK: GROUP128, MX: MX}
 class Source:
     """All that a checkpoint says about itself before a tensor is read.
 
-    Args:
-        config: ``config.json``, empty if there is none.
-        kinds: name of each tensor on disk to its dtype and shape.
-        documents: further JSON files by name, such as ``hf_quant_config.json``.
-        metadata: text entries of the safetensors headers, and texts that are tensors (ComfyUI).
-        widths: rows of the parts of fused layers, by patterns of their names; as a user gave them.
-        made: granularity of weights that become FP8 as they are read, by the names of their layers.
+    ``kinds`` has dtype and shape of each tensor on disk, ``documents`` JSON files beside
+    ``config.json``, ``metadata`` the texts in headers, and texts that are tensors (ComfyUI).
+    ``widths`` are the rows of parts of fused layers, by patterns of names, as a user gave them;
+    ``made`` has the granularity of weights that become FP8 as they are read, by layer.
     """
 
     config: JsonObject
@@ -63,18 +60,12 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """How one layer computes; what a config leaves open, the tensors decide.
+    """How one layer computes; what a config leaves open, ``None``, the tensors decide.
 
-    Args:
-        weight: granularity of the weight; ``None`` if the shape of its scale says it.
-        activation: granularity of the activations; ``None`` for the one natural to the weight
-            (rows for tensors and rows, 1x128 for blocks, MX for MX).
-        static: activations have an ``input_scale``; ``None`` if its presence says it.
-        weight_only: activations are not quantized, unless they are static.
-        ue8m0: scales are powers of two.
-        swizzled: MX scales are stored in 128x4 tiles (torchao, ComfyUI).
-        transposed: stacks of experts are stored with K before N (FBGEMM).
-        unscaled: an ``input_scale`` that is there is not used (ComfyUI).
+    Without ``activation`` it is what is natural to the weight (rows for tensors and rows, 1x128 for
+    blocks, MX for MX). ``static`` ones have an ``input_scale``, which ``unscaled`` ones have and do
+    not use (ComfyUI); ``weight_only`` leaves all but static ones in 16 bit. ``swizzled`` MX scales
+    lie in 128x4 tiles (torchao, ComfyUI); ``transposed`` stacks have K before N (FBGEMM).
     """
 
     weight: GroupShape | None = None
@@ -98,13 +89,10 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What a checkpoint announces about its quantized layers.
+    """What a checkpoint announces: how each layer computes, by its name, and what is left dense.
 
-    Args:
-        numbers: name of a layer to how it computes.
-        ignore: names or patterns of the layers that are not quantized, as written.
-        unread: sentences about parts of the config that this package does not carry out.
-        scale_ub: bounds the amax of activations from above.
+    ``unread`` are sentences about what this package does not carry out, ``scale_ub`` bounds the
+    amax of activations from above.
     """
 
     numbers: Callable[[str], Numbers]
@@ -117,14 +105,10 @@ class Announcement:
 class Spec:
     """How the quantized layers of a checkpoint compute, as it is read or to be written.
 
-    Args:
-        scheme: the scheme of the layers, of most of them if they differ.
-        ignore: names or patterns of the linear layers that are not quantized.
-        unread: sentences about parts of the config that this package does not carry out.
-        others: layers that the common name of linear layers does not cover, by name: those of
-            another scheme than ``scheme``, and a quantized output head.
-        kv_scales: what scales of the KV cache it holds: ``"tensor"``, ``"attn_head"``, or none.
-        scale_ub: bounds the amax of activations from above.
+    ``scheme`` is that of most of them. ``others`` are layers that the common name of linear layers
+    does not cover: those of another scheme, and a quantized output head. ``kv_scales`` says what
+    scales of the KV cache there are: ``"tensor"``, ``"attn_head"``, or none. The rest is as in
+    ``Announcement``.
     """
 
     scheme: Scheme
@@ -145,16 +129,12 @@ def _read_only(spec: Spec) -> JsonObject:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One way to write FP8 layers to disk.
+    """One way to write FP8 layers to disk, under the name that reports and the command line use.
 
-    Args:
-        name: the word used in reports and on the command line.
-        detect: whether a checkpoint is of this dialect.
-        parse: read what it announces; raises ``CheckpointError`` if that cannot be honoured.
-        render: write a quantization config; raises ``CheckpointError`` if the dialect cannot hold
-            the scheme, or is only read.
-        suffixes: our names of tensors that have another name on disk, and that name.
-        tensor_scale: shape of a per-tensor scale on disk.
+    ``parse`` reads what a checkpoint announces, ``render`` writes a quantization config; both raise
+    ``CheckpointError`` for what cannot be honoured, and ``render`` where a dialect is only read.
+    ``suffixes`` has our names of tensors that have another one on disk, ``tensor_scale`` the shape
+    of a per-tensor scale there.
     """
 
     name: str

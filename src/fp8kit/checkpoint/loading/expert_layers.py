@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit.checkpoint.loading.merged_weights import joined_scheme
+from fp8kit.checkpoint.loading.merged_weights import joined_scheme, other_scheme
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.merged_names import Shapes, find
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.experts import recognize
-from fp8kit.errors import CheckpointError
 from fp8kit.formats import TENSOR, Scheme
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.stacked_experts import empty_experts, held_tensors
@@ -72,11 +71,7 @@ def experts_in_checkpoint(
             held_scheme = module.scheme.stored
             same = held_scheme.weight, held_scheme.activation
             if same != (scheme.weight, scheme.activation) and held_scheme != joined_scheme(scheme):
-                raise CheckpointError(
-                    f"{holder} is {scheme} in the checkpoint and {module.scheme} in the model.",
-                    "Codes load into dense experts, or into FP8 ones of the same scheme.",
-                    "Pass a dense model, built as before its conversion.",
-                )
+                raise other_scheme(holder, scheme, str(module.scheme))
     return found
 
 

@@ -90,8 +90,7 @@ class Arrivals:
         if len(self._arrived.get(name, ())) < self._counts[name]:
             return set()
         del self._arrived[name]
-        found = {named(self._homes[name][0], t) for s, t in module.tensors() if s == stack}
-        return found
+        return {named(self._homes[name][0], t) for s, t in module.tensors() if s == stack}
 
     def absent(self) -> Iterator[tuple[str, str]]:
         """Give each stack that is not whole, and what it waits for."""

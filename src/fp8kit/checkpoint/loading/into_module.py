@@ -14,7 +14,7 @@ from fp8kit.checkpoint.cache_scales import keep_cache_scales
 from fp8kit.checkpoint.exporting import AS_CONV1D
 from fp8kit.checkpoint.loading.expected import Layers, check_fit, expected_state, shapes_of, ties
 from fp8kit.checkpoint.loading.expert_layers import Experts, experts_in_checkpoint
-from fp8kit.checkpoint.loading.merged_weights import joined_scheme
+from fp8kit.checkpoint.loading.merged_weights import joined_scheme, other_scheme
 from fp8kit.checkpoint.loading.placement import Placement
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.merged_names import Shapes, find
@@ -229,18 +229,12 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
                 if stored == scheme or (joined and stored.activation == scheme.activation):
                     continue
             if isinstance(module, Fp8Linear) or foreign or unlike_linear(module) or not target:
-                held = (
-                    module.scheme if isinstance(module, Fp8Linear) else f"({module.weight.dtype})"
-                )
-                raise CheckpointError(
-                    f"{target or 'The model itself'} is {scheme} in the checkpoint and "
-                    f"{type(module).__name__} {held} in the model.",
-                    "FP8 weights load into nn.Linear layers inside a model, or into Fp8Linear "
-                    "layers of the same scheme.",
-                    "Pass a dense model, built as before its conversion.",
-                )
+                own = isinstance(module, Fp8Linear)
+                held = module.scheme if own else f"({module.weight.dtype})"
+                kind = f"{type(module).__name__} {held}"
+                raise other_scheme(target or "The model itself", scheme, kind)
             if target not in found.made:
-                layer = _empty(module, scheme, dtype)
+                layer = empty_layer(module, scheme, dtype)
                 found.made.update(dict.fromkeys(names[module], layer))
     fp8 = [n for n, m in model.named_modules() if isinstance(m, Fp8Linear) or n in found.made]
     found.groups = conversion_siblings.find_groups(model, fp8)
@@ -280,12 +274,13 @@ def layers_by_plan(model: nn.Module, options: PlanOptions, dtype: torch.dtype) -
     for record in report.linears:
         module = model.get_submodule(record.name)
         assert isinstance(module, nn.Linear)
-        layer = _empty(module, scheme, dtype)
+        layer = empty_layer(module, scheme, dtype)
         found.made.update(dict.fromkeys((record.name, *record.aliases), layer))
     return found
 
 
-def _empty(dense: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> Fp8Linear:
+def empty_layer(dense: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> Fp8Linear:
+    """Make the FP8 layer that a dense one becomes, on meta, with a compute dtype."""
     shape = (dense.in_features, dense.out_features)
     layer = Fp8Linear(*shape, dense.bias is not None, scheme, device="meta", dtype=dtype)
     if dense.bias is not None:

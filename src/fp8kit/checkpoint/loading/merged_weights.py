@@ -152,6 +152,15 @@ def _check_cut(row: int, group: GroupShape, name: str, end: int = -1) -> None:
         )
 
 
+def other_scheme(name: str, scheme: Scheme, held: str) -> CheckpointError:
+    """Return the error of codes that the model has no layer of their scheme for."""
+    return CheckpointError(
+        f"{name} is {scheme} in the checkpoint and {held} in the model.",
+        "Codes load into dense layers inside a model, or into FP8 ones of the same scheme.",
+        "Pass a dense model, built as before its conversion.",
+    )
+
+
 def check_shape(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
     """Refuse a tensor of another shape than the model's; raises ``CheckpointError``."""
     if list(found) != list(wanted):

@@ -44,16 +44,11 @@ class Placement:
     codes are, when their scales are. What is whole goes into the storage that the model has, or
     makes it if it is on meta, and is let go.
 
-    Args:
-        model: with ``Fp8Linear`` layers where FP8 is wanted; its tensors may be on meta.
-        shapes: of the tensors it wants, by name.
-        sources: the FP8 layers that a checkpoint holds, by name; without it, codes come as
-            ``X.weight`` and ``X.weight_scale`` and have the scheme of the FP8 layer they go into.
-        device: where everything goes; by default tensors stay, and those on meta go to the CPU.
-        dtype: high precision that everything is cast to; by default tensors in memory keep theirs.
-        high: high precision of decoded FP8 weights, if there is no ``dtype``.
-        owned: tensors may be kept, and those on meta take their dtype; otherwise what waits is
-            copied, because the caller may use its memory again, and the model's dtypes stay.
+    ``sources`` are the FP8 layers of a checkpoint; without them, codes come as ``X.weight`` and
+    ``X.weight_scale`` and have the scheme of the layer they go into. By default tensors keep device
+    and dtype, those on meta go to the CPU, and decoded FP8 weights become ``high``. What is not
+    ``owned`` is copied while it waits, because the caller may use its memory again, and the model's
+    dtypes stay.
     """
 
     def __init__(

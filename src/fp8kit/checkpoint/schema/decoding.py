@@ -27,7 +27,7 @@ def decode_weight(layer: Layer, raw: Tensor, where: str) -> Tensor:
     if layer.codes != _FNUZ:
         return codes
     if (raw.view(torch.uint8) == FP8_FORMATS[_FNUZ].nan_code).any():
-        raise _not_numbers(where)
+        raise no_numbers(f"{where} holds NaN.")
     # e4m3fnuz codes mean twice their value when read as e4m3fn; all but 240, which is NaN there:
     # with that, the codes are cast, and only the smallest ones rounded
     return codes.float().to(_FN) if _has_largest(raw) else codes.view(_FN)
@@ -46,7 +46,7 @@ def decode_scale(layer: Layer, raw: Tensor, weight: Callable[[], Tensor], where:
         scale = raw.view(torch.uint8)
         scale = unswizzle_scales(scale, wanted) if layer.swizzled else scale
         if (scale == 255).any() or (halved and (scale == 0).any()):
-            raise _not_numbers(where)
+            raise no_numbers(f"{where} holds NaN.")
         return (scale - 1 if halved else scale).reshape(wanted)
     scale = _positive(raw, halved, where)
     if layer.transposed and layer.group.rows > 1:
@@ -79,7 +79,7 @@ def decode_cache_scale(raw: Tensor, fnuz: bool, where: str) -> Tensor:
 def check_codes(codes: Tensor, where: str) -> None:
     """Refuse codes that hold NaN, which no quantizer of finite weights writes."""
     if _has_largest(codes):
-        raise _not_numbers(where)
+        raise no_numbers(f"{where} holds NaN.")
 
 
 def _has_largest(codes: Tensor) -> bool:
@@ -105,20 +105,14 @@ def _positive(raw: Tensor, halved: bool, where: str) -> Tensor:
     """Return multipliers in fp32, halved with the bits of e4m3fnuz; refuse what are none."""
     scale = raw.float()
     if not (scale.isfinite() & (scale > 0)).all():
-        raise CheckpointError(
-            f"{where} holds NaN, infinite, zero or negative values.",
-            "Scales are finite and positive.",
-            "The file is damaged: get or make it again.",
-        )
+        raise no_numbers(f"{where} holds NaN, infinite, zero or negative values.")
     return scale / 2 if halved else scale
 
 
-def _not_numbers(where: str) -> CheckpointError:
-    return CheckpointError(
-        f"{where} holds NaN.",
-        "Codes and scales are numbers.",
-        "The file is damaged: get or make it again.",
-    )
+def no_numbers(held: str) -> CheckpointError:
+    """Return the error of a file with codes or scales that are none; ``held`` says where."""
+    wanted = "Scales are finite and positive, codes are numbers."
+    return CheckpointError(held, wanted, "The file is damaged: get or make it again.")
 
 
 def cast_numbers(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,17 +21,10 @@ Kind = tuple[torch.dtype, Shape]
 class Layer:
     """One FP8 layer of a checkpoint, or one stack of experts, in the words of this package.
 
-    Args:
-        name: of the layer.
-        scheme: how it computes.
-        shape: of its codes once read, ``(N, K)``, or ``(E, N, K)`` for a stack.
-        weight: our name of its codes.
-        scale: our name of the scales of its weight.
-        input_scale: our name of the scale of its activations, if it has one.
-        codes: dtype of the codes on disk.
-        swizzled: its MX scales are stored in 128x4 tiles.
-        transposed: its codes are stored with K before N.
-        widths: rows of each part of a fused matrix that has one scale per part.
+    ``shape`` is that of its codes once read, ``(N, K)`` or ``(E, N, K)``; ``codes`` their dtype on
+    disk. ``weight``, ``scale`` and ``input_scale`` are our names of its tensors. Scales of
+    ``swizzled`` MX lie in 128x4 tiles, ``transposed`` codes have K before N; ``widths`` are the
+    rows of each part of a fused matrix that has one scale per part.
     """
 
     name: str

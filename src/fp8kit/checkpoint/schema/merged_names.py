@@ -39,13 +39,9 @@ class Fit:
 class Route:
     """Which rows of which tensors of the model a layer of the checkpoint fills.
 
-    Args:
-        target: name of the layer in the model; for a stack of experts, of its tensor.
-        sources: the layers of the checkpoint that fill the target, in the order of their rows.
-        index: which of them this is.
-        expert: which matrix of a stack; ``None`` if the target is one matrix.
-        split: the layers of the model among which a joined source is divided; then there is no
-            target.
+    The ``sources`` of a target, this one at ``index``, fill its rows in their order; ``target`` is
+    a layer, or the tensor of a stack, of which ``expert`` is the matrix. A joined source that is
+    divided among the layers ``split`` has no target.
     """
 
     target: str

@@ -74,12 +74,9 @@ class Parts:
 class Names:
     """Every tensor of a checkpoint, sorted by what it is.
 
-    Args:
-        layers: our name of each layer to its tensors.
-        kv_scales: our name, ``X.k_scale``, ``X.v_scale`` or ``X.q_scale``, to names on disk.
-        plain: tensors that have nothing to do with FP8.
-        outputs: scales of what FP8 layers give, which Quark writes and nothing reads.
-        stray: FP8 tensors that are not the weight of a layer.
+    ``kv_scales`` has names on disk by ours, ``X.k_scale``, ``X.v_scale`` or ``X.q_scale``;
+    ``plain`` have nothing to do with FP8, ``stray`` are FP8 and not the weight of a layer.
+    ``outputs`` are scales of what FP8 layers give, which Quark writes and nothing reads.
     """
 
     layers: dict[str, Parts] = field(default_factory=dict)

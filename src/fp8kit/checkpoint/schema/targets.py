@@ -160,12 +160,10 @@ def check_layers(
     others: Mapping[str, Scheme] | None = None,
     config: Mapping[str, Any] = NO_CONFIG,
 ) -> None:
-    """Refuse layers that the target could not load.
+    """Refuse layers ``(N, K)`` that the target could not load; ``others`` have other schemes.
 
-    ``others`` are quantized layers of other schemes; shapes are ``(N, K)``; ``config`` is the
-    model's. Raises
-    ``CheckpointError`` for sides that the target cannot cut into blocks, for a quantized output
-    head, and for layers that serving engines merge and that are not all of one kind.
+    Raises ``CheckpointError`` for sides that cannot be cut into blocks, a quantized output head,
+    and layers that serving engines merge and that are not all of one kind.
     """
     dense = list(dense)
     names = {*quantized, *dense, *(others or ())}

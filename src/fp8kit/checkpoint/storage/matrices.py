@@ -28,16 +28,11 @@ _INTERLEAVED = ("gpt_oss",)
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix ``[rows, cols]`` in a file, K last.
+    """A matrix ``[rows, cols]``, or ``[N, K]``, in a file.
 
-    Args:
-        shard: file name.
-        dtype: dtype of the elements.
-        offset: position of the first element in the file, in bytes.
-        rows: N.
-        cols: K.
-        pitch: elements from the start of one stored row to the start of the next.
-        transposed: the file holds ``[cols, pitch]``, and the matrix is some of its columns.
+    ``offset`` is the place of its first element in bytes, ``pitch`` counts elements from one stored
+    row to the next. If ``transposed``, the file holds ``[cols, pitch]``, of which it is some
+    columns.
     """
 
     shard: str
@@ -127,12 +122,10 @@ def stacked_experts(
 ) -> tuple[dict[str, dict[str, Matrix]], dict[str, str]]:
     """Find experts that are stacked in 3-D tensors, and take the stacks apart.
 
-    ``experts.gate_up_proj`` is ``[E, 2I, H]`` (or ``[E, H, 2I]`` in the models that multiply from
-    the other side) with gate before up, ``experts.down_proj`` ``[E, H, I]`` (or ``[E, I, H]``).
-    Which of the two it is follows from the shapes of both. Engines take experts one by one, as
-    ``experts.<e>.gate_proj``, ``up_proj`` and ``down_proj``. Gives for each module of experts, by
-    the name of one of its stacks, the matrices by layer name; and the stacks that cannot be taken
-    apart, with the reason.
+    ``experts.gate_up_proj`` is ``[E, 2I, H]``, gates first, and ``experts.down_proj`` ``[E, H,
+    I]``; or, as the shapes of both tell, ``[E, H, 2I]`` and ``[E, I, H]``. Engines take experts one
+    by one, as ``experts.<e>.gate_proj``, ``up_proj`` and ``down_proj``. Gives the matrices of each
+    module of experts by layer name; and the stacks that cannot be taken apart, with the reason.
     """
     stacks: dict[str, dict[str, TensorInfo]] = {}
     for name, info in tensors.items():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8kit import functional
+from fp8kit.checkpoint.schema.decoding import no_numbers
 from fp8kit.checkpoint.storage import fp4
 from fp8kit.checkpoint.storage.headers import TensorInfo
 from fp8kit.errors import CheckpointError
@@ -38,14 +39,9 @@ _LAYOUTS = (
 class ConvertedPart(TensorInfo):
     """Codes or scales that an NVFP4 weight has once it is FP8.
 
-    Args:
-        layer: whose weight it is.
-        codes: bytes of two FP4 codes each, ``[N, K / 2]``.
-        groups: e4m3 scales ``[N, K / 16]``.
-        factor: one fp32 number.
-        divides: scales are divided by the factor.
-        tiled: scales lie in 128x4 tiles, and the high half of a byte is its first value.
-        scheme: what the weight becomes.
+    On disk are ``codes``, bytes of two FP4 codes ``[N, K / 2]``, e4m3 scales ``groups [N, K / 16]``
+    and one fp32 ``factor``, by which scales are multiplied unless it ``divides``. If ``tiled``,
+    scales lie in 128x4 tiles, and the high half of a byte is its first value.
     """
 
     layer: str
@@ -105,10 +101,8 @@ def convert(part: ConvertedPart, read: Callable[[TensorInfo], Tensor]) -> tuple[
     codes, groups = fp4.unpack(packed.flatten(), shape).float(), groups.float()
     factor = factor.float().reshape(())
     if not (groups.isfinite().all() and (groups >= 0).all() and 0 < factor < torch.inf):
-        raise CheckpointError(
-            f"{part.shard}: the scales of {part.codes.name} hold NaN or negative values.",
-            "Scales are finite and positive.",
-            "The file is damaged: get or make it again.",
+        raise no_numbers(
+            f"{part.shard}: the scales of {part.codes.name} hold NaN or negative values."
         )
     scale = groups / factor if part.divides else groups * factor
     dense = codes * scale.repeat_interleave(COLUMNS, -1)

@@ -40,18 +40,10 @@ _WORDS = {str(d).removeprefix("torch."): d for d in FLOATS}
 class Checkpoint:
     """A checkpoint directory whose files have been looked at and whose tensors are still on disk.
 
-    Args:
-        path: the directory.
-        config: ``config.json``, empty if there is none.
-        tensors: our name of each tensor (``X.weight``, ``X.weight_scale``, ...) to where it is.
-        shards: file names.
-        dialect: how the quantization is written; ``None`` for a high-precision checkpoint.
-        spec: what the quantization config says.
-        layers: name of each layer with an FP8 weight to what is known of it, in name order.
-        kv_scales: our names of the scales of the KV cache.
-        problems: damage that was found, one text each; ``open_checkpoint`` raises instead.
-        errors: of NVFP4 layers that were read, the relative error that FP8 adds, by name.
-        metadata: texts in the headers of its files.
+    ``tensors``, ``layers`` and ``kv_scales`` have our names (``X.weight``, ``X.weight_scale``);
+    without a ``dialect`` it is in high precision. ``problems`` are damage, one text each, for which
+    ``open_checkpoint`` raises. ``errors`` has the relative error that FP8 adds to NVFP4 layers that
+    were read, ``metadata`` the texts in the headers of files.
     """
 
     path: Path
@@ -206,12 +198,10 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a checkpoint directory without loading its tensors.
 
-    The directory has ``model.safetensors``, or ``model.safetensors.index.json`` and its shards, and
-    usually ``config.json``. ``widths`` are the rows of the parts of fused layers with one scale for
-    each part, by patterns of their names, where neither names nor config tell. NVFP4 weights become
-    ``scheme`` as they are read, by default ``FP8_DYNAMIC``. Raises ``CheckpointError`` if it does
-    not exist, holds no safetensors, is of an unknown dialect, or is damaged; every damage is named.
-    Or if widths do not fit, or no layer has such a name.
+    ``widths`` are the rows of the parts of fused layers with one scale for each part, by patterns
+    of their names, where neither names nor config tell. NVFP4 weights become ``scheme`` as they are
+    read, by default ``FP8_DYNAMIC``. Raises ``CheckpointError`` if there are no safetensors, the
+    dialect is unknown, or widths do not fit; and for damage, every one of which is named.
     """
     checkpoint = scan(path, widths, scheme)
     for pattern in widths or ():

@@ -40,14 +40,12 @@ def write_checkpoint(
 ) -> list[str]:
     """Write a checkpoint directory in one step.
 
-    Parents of the destination are made. Tensors of one module, such as a weight and its scale, stay
-    in one file; ``tensors`` has each name of the layout once, in any order, on any device. The
-    tokenizer and the like of a ``source`` directory are copied, unless ``texts`` are given.
-    ``overwrite`` replaces a destination that is a checkpoint; its old files go last. Gives the
-    names of the files. Raises ``CheckpointError`` if the destination is in the way, is the source,
-    or lacks space; if a file to copy is a git-LFS pointer; if the tensors are not those of the
-    layout; if the result does not read back. The destination is then untouched and nothing is left
-    behind.
+    Parents of the destination are made; one that is a checkpoint is replaced with ``overwrite``,
+    and its old files go last. ``tensors`` has each name of the layout once, in any order, on any
+    device. The tokenizer and the like of a ``source`` directory are copied, unless ``texts`` are
+    given. Gives the names of the files. Raises ``CheckpointError`` if the destination is in the
+    way, is the source, or lacks space, a file to copy is a git-LFS pointer, or the result does not
+    read back; nothing is left behind then.
     """
     destination = Path(os.path.realpath(as_path(destination, "the destination")))
     origin = None if source is None else directory.resolved(source)

@@ -189,7 +189,7 @@ def _quantize(
     if group == TENSOR:
         _quantize_whole(work, item, reader, writer, device)
         return
-    rows = _to(reader.rows(item.matrix, piece.first, piece.last), device)
+    rows = reader.rows(item.matrix, piece.first, piece.last).to(device)
     q = quantized(rows, work.scheme, item.name)
     scale = q.scale.cpu()
     writer.write(item.name, piece.first * rows.shape[1], q.data.cpu())
@@ -203,15 +203,11 @@ def _quantize_whole(
     matrix, scheme = item.matrix, work.scheme
     slices = list(matrix.slices())
     # numbers, not tensors: small tensors that stay would split the memory of the slices that go
-    peaks = [float(_to(reader.rows(matrix, *ends), device).abs().amax()) for ends in slices]
+    peaks = [float(reader.rows(matrix, *ends).to(device).abs().amax()) for ends in slices]
     # the scale of a tensor is that of its largest element
     scale = quantized(torch.tensor(peaks).amax().reshape(1, 1), scheme, item.name).scale
     for first, last in slices:
-        rows = _to(reader.rows(matrix, first, last), device)
+        rows = reader.rows(matrix, first, last).to(device)
         q = functional.quantize(rows, TENSOR, dtype=scheme.dtype, scale=scale.to(device))
         writer.write(item.name, first * matrix.cols, q.data.cpu())
     writer.write(item.scale, 0, scale)
-
-
-def _to(rows: Tensor, device: torch.device) -> Tensor:
-    return rows if device.type == "cpu" else rows.to(device)

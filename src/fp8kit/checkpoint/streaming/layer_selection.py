@@ -48,16 +48,11 @@ class KnownLayer:
 
 @dataclass(slots=True)
 class Facts:
-    """What the tensors of a checkpoint are.
+    """What the tensors of a checkpoint are, by their names on disk; ``source`` says who knows it.
 
-    Args:
-        source: where this is known from, for the report.
-        layers: linear layers by their name on disk.
-        embeddings: names on disk of embeddings.
-        others: names on disk of two-dimensional weights of any other use, and what they are.
-        absent: linear layers of the model without a weight of their own on disk, by name.
-        repeated: names of tensors that are another tensor's second name.
-        modules: names on disk to names of modules, where the model calls a layer otherwise.
+    ``others`` says what two-dimensional weights of any other use are; ``absent`` are linear layers
+    of the model without a weight on disk, ``repeated`` tensors that are another's second name.
+    ``modules`` has the names of modules where the model calls a layer otherwise.
     """
 
     source: str

@@ -117,11 +117,10 @@ def verify(
     """Recompute every tensor of a quantized checkpoint from its source.
 
     A weight is wrong if an element is farther from the source than rounding to FP8, or to the FP4
-    that the file holds, explains: half a unit in the last place, or, below the smallest normal
-    number, half a subnormal step. Whether the codes are those that this package would write is
-    told, but not demanded of other writers.
-    ``progress`` is called with the bytes of the source that were compared. Raises
-    ``CheckpointError`` if the source is FP8, or the result is not.
+    that the file holds, explains: half a unit in the last place, or half a subnormal step. That the
+    codes are those that this package would write is told, but not demanded. ``progress`` is called
+    with the bytes of the source that were compared. Raises ``CheckpointError`` if the source is
+    FP8, or the result is not.
     """
     if source.spec is not None or result.spec is None:
         first, second = ("FP8" if c.spec else "in high precision" for c in (source, result))
@@ -143,7 +142,7 @@ def verify(
     layers = [x for x in result.layers.values() if x.weight in places]
     coded = {x.weight for x in layers}
     copied = [n for n in places if n not in coded]
-    with closing(job), ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(workers) as pool:
         found.compared += pool.map(job.codes, layers)
         found.compared += pool.map(job.copy, copied)
     found.compared.sort(key=lambda c: c.name)
@@ -151,7 +150,7 @@ def verify(
 
 
 class _Comparison:
-    """Compares single tensors; every thread has its own files."""
+    """Compares single tensors, each from files that it opens for itself."""
 
     def __init__(
         self,
@@ -161,15 +160,7 @@ class _Comparison:
         progress: Callable[[int], object],
     ) -> None:
         self._source, self._result, self._places = source, result, places
-        self._progress = progress
-        self._own = threading.local()
-        self._opened: list[MatrixFile] = []
-        self._lock = threading.Lock()
-
-    def close(self) -> None:
-        """Close the files of all threads."""
-        for file in self._opened:
-            file.close()
+        self._progress, self._lock = progress, threading.Lock()
 
     def codes(self, layer: Layer) -> Comparison:
         """Compare FP8 codes and their scales with the weight they stand for."""
@@ -241,9 +232,10 @@ class _Comparison:
         yield 0, layer.shape[-2], dense, self._result.read(layer.weight)
 
     def _pairs(self, matrix: Matrix, stored: Matrix, rows: int) -> Pairs:
-        ours, theirs = self._files()
-        for first, last in matrix.slices(rows):
-            yield first, last, ours.rows(matrix, first, last), theirs.rows(stored, first, last)
+        ours, theirs = MatrixFile(self._source.path), MatrixFile(self._result.path)
+        with closing(ours), closing(theirs):
+            for first, last in matrix.slices(rows):
+                yield first, last, ours.rows(matrix, first, last), theirs.rows(stored, first, last)
 
     def _same_tensor(self, layer: Layer, matrix: Matrix, stored: Matrix, scale: Tensor) -> bool:
         """Requantize with the one scale that the whole weight has."""
@@ -255,13 +247,6 @@ class _Comparison:
             _bits_equal(quantize(d, TENSOR, dtype=c.dtype, scale=scale).data, c)
             for _, _, d, c in self._pairs(matrix, stored, 1)
         )
-
-    def _files(self) -> tuple[MatrixFile, MatrixFile]:
-        if not hasattr(self._own, "files"):
-            self._own.files = (MatrixFile(self._source.path), MatrixFile(self._result.path))
-            self._opened += self._own.files
-        found: tuple[MatrixFile, MatrixFile] = self._own.files
-        return found
 
     def _count(self, dense: Tensor) -> None:
         with self._lock:

@@ -25,13 +25,9 @@ _KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}  # dtype tags
 class Variant(NamedTuple):
     """What a kernel is compiled for beside its tile configuration.
 
-    Args:
-        block_scales: 1x128 by 128x128 scales instead of row or tensor scales.
-        one_token_tile: all tokens fit one tile, so every weight is read once.
-        tma_store: TMA stores the result, else threads do.
-        out_dtype: of the result.
-        bias_dtype: of the bias; ``None`` without one.
-        x_dtype: of tokens that are quantized in the GEMM; ``None`` if they come as codes.
+    ``block_scales`` are 1x128 by 128x128, else they are per row or tensor. With ``one_token_tile``
+    every weight is read once. Without ``tma_store`` threads store the result; without ``x_dtype``
+    tokens come as codes.
     """
 
     block_scales: bool
@@ -42,13 +38,22 @@ class Variant(NamedTuple):
     x_dtype: torch.dtype | None = None
 
 
+def wgmma(columns: int) -> dict[str, int | str]:
+    """Return the macros of the FP8 MMA of 64 rows and so many columns, as inline PTX."""
+    accumulators = range(columns // 2)
+    operands = ", ".join(f"%{i}" for i in accumulators)
+    a, b, add = (f"%{len(accumulators) + i}" for i in range(3))
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3"
+    return {
+        "WGMMA": f'"{instruction} {{{operands}}}, {a}, {b}, add, 1, 1;"',
+        "WGMMA_ADD": f'"{add}"',
+        "WGMMA_REGISTERS": ", ".join(f'"+f"(d[{i}])' for i in accumulators),
+    }
+
+
 def macros(config: TileConfig, variant: Variant) -> dict[str, int | str]:
     """Return the macros that ``gemm.cu`` is compiled with; its head says what they mean."""
     layout, pipeline, launch = config.layout, config.pipeline, config.launch
-    accumulators = range(layout.mma_n // 2)
-    operands = ", ".join(f"%{i}" for i in accumulators)
-    a, b, add = (f"%{len(accumulators) + i}" for i in range(3))
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{layout.mma_n}k32.f32.e4m3.e4m3"
     return {
         "MMA_N": layout.mma_n,
         "WARPGROUPS": layout.warpgroups,
@@ -76,9 +81,7 @@ def macros(config: TileConfig, variant: Variant) -> dict[str, int | str]:
         "OUT_KIND": _KINDS[variant.out_dtype],
         "BIAS_KIND": _KINDS[variant.bias_dtype or torch.float32],
         "KIND": _KINDS[variant.x_dtype] if variant.x_dtype else 0,
-        "WGMMA": f'"{instruction} {{{operands}}}, {a}, {b}, add, 1, 1;"',
-        "WGMMA_ADD": f'"{add}"',
-        "WGMMA_REGISTERS": ", ".join(f'"+f"(d[{i}])' for i in accumulators),
+        **wgmma(layout.mma_n),
     }
 
 

@@ -21,14 +21,10 @@ _SYSTEM_SMEM = 1024  # of each block
 
 
 class Schedule(NamedTuple):
-    """The tile order: all weights pass a band of token tiles, then the next band.
+    """The tile order: all weights pass a ``band`` of token tiles, then the next band.
 
-    Args:
-        grid: blocks to launch.
-        band: token tiles of a band.
-        band_inverse: ``2**32 / band``, rounded up: exact for dividends times ``band`` below
-            ``2**32``.
-        full_waves: waves in which every block has a whole tile.
+    ``grid`` are blocks to launch. ``band_inverse`` is ``2**32 / band``, rounded up: exact for
+    dividends times ``band`` below ``2**32``. In ``full_waves`` every block has a whole tile.
     """
 
     grid: int
@@ -41,10 +37,8 @@ class Schedule(NamedTuple):
 class Layout:
     """The shape of a tile and which operand is which.
 
-    Args:
-        mma_n: columns of a tile: 8 or a multiple of 16.
-        warpgroups: consumer warpgroups of a block, 64 MMA rows each.
-        swap_ab: weights are the rows and tokens the columns, instead of the other way round.
+    It has ``mma_n`` columns, 8 or a multiple of 16, and 64 rows for each consumer warpgroup of a
+    block. With ``swap_ab`` weights are the rows and tokens the columns.
     """
 
     mma_n: int
@@ -56,13 +50,10 @@ class Layout:
 class Pipeline:
     """The stages in shared memory and what is in flight.
 
-    Args:
-        weight_stages: weight tiles of 128 along K in shared memory.
-        token_stages: token tiles likewise; with in-GEMM quantization all that a block multiplies.
-        pipelined_steps: K steps of which each is promoted while the MMA of the next runs; 1 saves
-            the registers of a second partial sum.
-        max_inflight: weight loads in flight, at most.
-        warmup_inflight: the same until the first tokens are here.
+    Stages are tiles of 128 along K; with in-GEMM quantization ``token_stages`` are all that a block
+    multiplies. Of ``pipelined_steps`` each is promoted while the MMA of the next runs; 1 saves the
+    registers of a second partial sum. Weight loads in flight have a bound, and another until the
+    first tokens are here.
     """
 
     weight_stages: int
@@ -74,25 +65,19 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
-    """How a tile leaves.
-
-    Args:
-        buffers: parts of a warpgroup's tile that are in shared memory together.
-    """
+    """How a tile leaves: so many parts of a warpgroup's tile are in shared memory together."""
 
     buffers: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Clusters and occupancy.
+    """Clusters and occupancy: ``split_k`` blocks of a cluster split K of a tile.
 
-    Args:
-        split_k: blocks of a cluster that split K of a tile.
-        blocks_per_sm: occupancy. No more may fit: blocks that start while the quantizer still runs
-            would crowd on the SMs it has left.
-        cluster_sync_every: K steps after which the two blocks of a cluster synchronize. Their tiles
-            follow one another, so L2 serves their loads of the same codes together. 0: no cluster.
+    No more than ``blocks_per_sm`` may fit: blocks that start while the quantizer still runs would
+    crowd on the SMs it has left. The two blocks of a cluster synchronize after so many K steps:
+    their tiles follow one another, so L2 serves their loads of the same codes together. 0: no
+    cluster.
     """
 
     split_k: int = 1
@@ -102,11 +87,9 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InGemmQuantization:
-    """How each block quantizes the tokens that it multiplies.
+    """How each block quantizes its tokens, ``rows`` rounded up to a power of two.
 
-    Args:
-        rows: tokens, rounded up to a power of two.
-        vectors: of 16 bytes that a thread quantizes.
+    A thread quantizes ``vectors`` of 16 bytes.
     """
 
     rows: int

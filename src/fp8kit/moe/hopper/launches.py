@@ -17,13 +17,10 @@ _MOST_GATHERED = 4
 
 
 class Sorted(NamedTuple):
-    """Where pairs lie, and the tiles of tokens.
+    """Where pairs lie, and the tiles of tokens, as ``tiles.cuh`` reads them; all int32.
 
-    Args:
-        row_of_pair: int32 ``[M * k]``, -1 for a pair of no expert.
-        pair_of_row: int32 ``[rows]``.
-        tiles: int32 ``[4 * tiles]``, as ``tiles.cuh`` reads them.
-        tile_count: int32 ``[1]``.
+    ``row_of_pair [M * k]`` is -1 for a pair of no expert, ``pair_of_row`` is ``[rows]``, ``tiles``
+    is ``[4 * tiles]``.
     """
 
     row_of_pair: Tensor

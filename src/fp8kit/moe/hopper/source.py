@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
+from fp8kit.matmul.hopper.source import wgmma
 from fp8kit.moe.hopper.tile_config import FEW_PAIRS, GroupedConfig, Products
 from fp8kit.runtime import nvrtc
 
@@ -18,24 +20,21 @@ _BEFORE = (
     "moe/hopper/scheduler.cuh",
     "moe/hopper/epilogue.cuh",
 )
+# what kernels know by the same names, in capitals
+_OF_CONFIG = (
+    "swap_ab mma_n warpgroups epilogue_tokens blocks_per_sm band pipelined_steps narrow".split()
+)
+_OF_VARIANT = "lists gathers given_scale gelu limited x_groups h_groups weight_blocks".split()
 KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}  # dtype tags of the kernels
 
 
 class Variant(NamedTuple):
     """What a grouped GEMM is compiled for beside its tile configuration.
 
-    Args:
-        products: that the kernel computes.
-        lists: it sorts few pairs itself.
-        gathers: the first product gathers the rows of pairs from tokens.
-        x_groups: rows of the first product have a scale per 128 of K.
-        h_groups: rows of the second product, likewise.
-        weight_blocks: weights have a scale per 128x128 block.
-        given_scale: the result of the first product has a static scale.
-        gelu: the activation is GELU by tanh instead of SiLU.
-        limited: it has a limit.
-        dtype: of the second product's result.
-        bias_dtypes: of the biases of both products; float32 without one.
+    It ``lists`` few pairs itself, and its first product ``gathers`` the rows of pairs from tokens.
+    ``x_groups`` and ``h_groups``: rows of the first and second product have a scale per 128 of K.
+    ``given_scale``: the result of the first has a static one. ``gelu``, by tanh, stands for SiLU.
+    The ``dtype`` is that of the second product's result, of a bias that is not there float32.
     """
 
     products: Products
@@ -60,16 +59,10 @@ class Variant(NamedTuple):
 class PairsVariant(NamedTuple):
     """What the kernel that sorts pairs and quantizes tokens is compiled for.
 
-    Args:
-        threads: of a block.
-        cluster: blocks that sort many pairs together.
-        sorts: 1 to sort few pairs, 2 to sort many; 0 if they are sorted.
-        quantizes: quantize a token per block.
-        gathered: write the codes of a token once, not to the rows of its pairs.
-        vectors: of 16 bytes of a token that a thread holds.
-        scales: 0 for one per row, 1 for one per 1x128 group, 2 for a given one.
-        tile_tokens: of a tile of the products.
-        dtype: of tokens.
+    ``sorts`` is 1 for few pairs, 2 for many, which a ``cluster`` sorts together, 0 if they are
+    sorted. Each block ``quantizes`` a token, of which a thread holds ``vectors`` of 16 bytes;
+    ``gathered`` codes are written once, not to the rows of pairs. ``scales`` is 0 for one per row,
+    1 per 1x128 group, 2 for a given one.
     """
 
     threads: int
@@ -83,41 +76,26 @@ class PairsVariant(NamedTuple):
     dtype: torch.dtype
 
 
+def _named(facts: object, names: Iterable[str]) -> dict[str, int]:
+    """Return attributes as macros of the same names, in capitals."""
+    return {name.upper(): int(getattr(facts, name)) for name in names}
+
+
 def grouped_source(config: GroupedConfig, variant: Variant) -> str:
     """Return the CUDA source of a grouped GEMM."""
-    registers = range(config.mma_n // 2)
-    operands = ", ".join(f"%{i}" for i in registers)
-    a, b, add = (f"%{len(registers) + i}" for i in range(3))
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{config.mma_n}k32.f32.e4m3.e4m3"
     macros: dict[str, int | str] = {
-        "SWAP_AB": int(config.swap_ab),
-        "MMA_N": config.mma_n,
-        "WARPGROUPS": config.warpgroups,
+        **_named(config, _OF_CONFIG),
+        **_named(variant, _OF_VARIANT),
         "STAGES": config.stages(variant.products),
         "SMEM_BYTES": config.smem_bytes(variant.products, variant.token_groups),
-        "EPILOGUE_TOKENS": config.epilogue_tokens,
-        "BLOCKS_PER_SM": config.blocks_per_sm,
         "CLUSTER": config.cluster(variant.products),
-        "BAND": config.band,
-        "PIPELINED_STEPS": config.pipelined_steps,
         "FIRST": int(Products.FIRST in variant.products),
         "SECOND": int(Products.SECOND in variant.products),
-        "NARROW": int(config.narrow),
-        "LISTS": int(variant.lists),
-        "GATHERS": int(variant.gathers),
         "FEW_PAIRS": FEW_PAIRS,
-        "GIVEN_SCALE": int(variant.given_scale),
-        "GELU": int(variant.gelu),
-        "LIMITED": int(variant.limited),
-        "X_GROUPS": int(variant.x_groups),
-        "H_GROUPS": int(variant.h_groups),
-        "WEIGHT_BLOCKS": int(variant.weight_blocks),
         "BIAS_KIND_13": KINDS[variant.bias_dtypes[0]],
         "BIAS_KIND_2": KINDS[variant.bias_dtypes[1]],
         "KIND": KINDS[variant.dtype],
-        "WGMMA": f'"{instruction} {{{operands}}}, {a}, {b}, add, 1, 1;"',
-        "WGMMA_ADD": f'"{add}"',
-        "WGMMA_REGISTERS": ", ".join(f'"+f"(d[{i}])' for i in registers),
+        **wgmma(config.mma_n),
     }
     epilogue = f"moe/hopper/{'columns' if config.swap_ab else 'rows'}_epilogue.cuh"
     return nvrtc.joined(macros, *_BEFORE, epilogue, "moe/hopper/grouped_gemm.cu")
@@ -125,15 +103,9 @@ def grouped_source(config: GroupedConfig, variant: Variant) -> str:
 
 def pairs_source(variant: PairsVariant) -> str:
     """Return the CUDA source that sorts pairs, quantizes tokens, or does both."""
+    own = (name for name in variant._fields if name != "dtype")
     macros: dict[str, int | str] = {
-        "THREADS": variant.threads,
-        "CLUSTER": variant.cluster,
-        "SORTS": variant.sorts,
-        "QUANTIZES": int(variant.quantizes),
-        "GATHERED": int(variant.gathered),
-        "VECTORS": variant.vectors,
-        "SCALES": variant.scales,
-        "TILE_TOKENS": variant.tile_tokens,
+        **_named(variant, own),
         "FEW_PAIRS": FEW_PAIRS,
         "KIND": KINDS[variant.dtype],
     }

@@ -36,13 +36,10 @@ class Products(enum.IntFlag):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedConfig:
-    """A configuration of both grouped GEMMs.
+    """A configuration of both grouped GEMMs, for tiles of 8, 16, 32, 48, 64, 80 or 128 tokens.
 
-    Args:
-        tokens: of a tile: 8, 16, 32, 48, 64, 80 or 128.
-        warpgroups: consumers of a block, each with 64 rows of both halves of a tile: 1 or 2.
-        blocks_per_sm: occupancy.
-        narrow: tiles of the second product have one half of weight rows, and twice as much of K.
+    A block has 1 or 2 ``warpgroups`` of consumers, each with 64 rows of both halves of a tile.
+    ``narrow`` tiles of the second product have one half of weight rows, and twice as much of K.
     """
 
     tokens: int
