@@ -177,6 +177,7 @@ def test_functions_choose_layers_beside_the_defaults() -> None:
     }  # as a glob, it does not lift the defaults
     report = fp8kit.convert(model, exclude=lambda name, layer: name.startswith("layers.0"))
     assert {r.name.split(".")[1] for r in report.converted} == {"1"}
+    assert "excluded by the function" in {r.reason for r in report.skipped}
     with pytest.raises(ConversionError, match=r"include function chooses no linear layer"):
         fp8kit.plan(Model(), include=lambda name, layer: False)
 
