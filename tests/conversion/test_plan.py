@@ -619,7 +619,7 @@ def test_static_scheme_without_calibration_leaves_the_model_alone() -> None:
     before = snapshot(model)
     with pytest.raises(ConversionError, match="Scheme FP8 got no calibration data"):
         fp8kit.convert(model, "FP8")
-    with pytest.raises(ConversionError, match=r"Calibration never reached \['layers\.1"):
+    with pytest.raises(ConversionError, match=r"Calibration never reached layers\.1\."):
         fp8kit.convert(model, "FP8", calibrate=lambda m: m.layers[0](torch.randn(2, D)))
     with pytest.raises(ZeroDivisionError):
         fp8kit.convert(model, "FP8", calibrate=lambda _: 1 // 0)
