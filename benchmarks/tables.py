@@ -166,7 +166,8 @@ def overview(every: list[Row]) -> str:
     title = (
         f"Whole linear layers, bf16 in and out, {models(rows)}. Each ratio is the time of {others} "
         "or of bf16 divided by fp8kit's: above 1 fp8kit is faster. Geometric mean over the layers, "
-        "and the worst layer in brackets. fp8kit's sums are precise; peers run as they ship.\n\n"
+        "and the worst layer in brackets. M: rows of the input. fp8kit's sums are precise; "
+        "peers run as they ship.\n\n"
     )
     columns = ["M", "row-wise: best peer / fp8kit", "bf16 / fp8kit", "of the roofline"]
     columns += ["block-wise: best block peer / fp8kit", "bf16 / fp8kit"]

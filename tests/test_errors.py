@@ -359,10 +359,10 @@ CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
          "Got a bare Linear as the model. ... replaced inside the module that holds them ... "
          "Fp8Linear.from_linear"),
         (lambda: calibration.observe_amax(mlp(), ["0"], lambda _: None),
-         "Calibration never reached ['0']. ... finite inputs of every converted layer ... Feed "
+         "Calibration never reached 0. ... finite inputs of every converted layer ... Feed "
          "data that exercises these layers"),
         (lambda: fp8kit.convert(mlp(), "FP8", calibrate=lambda m: m[1](0 * m[0](X[:, :128]))),
-         "Calibration saw only zeros in ['1']. ... not all zero ... or exclude them"),
+         "Calibration saw only zeros in 1. ... not all zero ... or exclude them"),
     ],
 }  # fmt: skip
 

@@ -64,7 +64,7 @@ DYNAMIC_IMPORTERS = (
 FILE_LINES, KERNEL_FILE_LINES = 430, 500
 FUNCTION_LINES, KERNEL_FUNCTION_LINES = 60, 80
 PARAMETERS = 8
-SOURCE_LINES = 42113
+SOURCE_LINES = 42217
 PUBLIC_NAMES = 56
 # operator schemas are flat, and implementation and fake repeat them; launchers get pointers,
 # extents and a tile; convert has what plan has, and where the dense weights go
@@ -679,6 +679,18 @@ def test_every_public_name_is_found_when_it_is_asked_for() -> None:
     for name in ("no_such_name", "_private"):
         with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
             getattr(fp8kit, name)
+
+
+def test_a_class_for_transformers_says_what_to_install() -> None:
+    code = (
+        "import sys, fp8kit\nsys.modules['transformers'] = None\n"
+        "for name in ('Fp8KitConfig', 'Fp8Cache'):\n"
+        "    try: getattr(fp8kit, name)\n    except ImportError as error: print(error)\n"
+    )
+    lines = fresh.run(code).stdout.splitlines()
+    assert len(lines) == 2
+    assert all("Run pip install 'fp8kit[transformers]'." in line for line in lines)
+    assert "fp8kit.Fp8Cache was asked for" in lines[1]
 
 
 def test_importing_the_package_registers_every_operator() -> None:

@@ -39,6 +39,7 @@ if "torch" not in sys.modules:
 
 # These at once: an exported program finds its operators in torch's registry, by no name of ours.
 # Everything else is imported when it is asked for.
+from fp8kit.errors import teach as _teach
 from fp8kit.fused import attention as _of_attention  # noqa: F401
 from fp8kit.fused import operators  # noqa: F401
 from fp8kit.io import moved_classes
@@ -144,6 +145,12 @@ else:
         try:
             module = importlib.import_module(home)
         except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] == "transformers":
+                arrived = f"fp8kit.{name} was asked for: {error}."
+                required = "It is a class for Transformers 5.17 or later."
+                remedy = "Run pip install 'fp8kit[transformers]'."
+                text = _teach(arrived, required, remedy)
+                raise ModuleNotFoundError(text, name=error.name) from error
             if error.name != home:
                 raise
             raise AttributeError(f"module 'fp8kit' has no attribute {name!r}") from None

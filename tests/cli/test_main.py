@@ -838,3 +838,18 @@ def test_inspect_of_one_file() -> None:
     result = run("inspect", GOLDEN / "comfyui-scaled" / "diffusion.safetensors")
     assert result.exit_code == 0, result.output
     assert "comfyui, FP8_TENSOR_BY_16BIT" in result.output
+
+
+def test_the_list_of_commands_cuts_no_sentence() -> None:
+    assert "..." not in run("--help").output.partition("Commands:")[2]
+
+
+def test_every_option_says_what_it_is() -> None:
+    options = [(c.name, o) for c in main.commands.values() for o in c.params]
+    assert [(c, o.name) for c, o in options if not o.help and o.opts[0][0] == "-"] == []
+
+
+def test_eval_names_the_order_of_its_arguments(quantized: Path) -> None:
+    text = NANO.parent / "eval.txt"
+    result = run("eval", quantized, NANO, "--text", text)
+    assert "Pass the source first" in failure(result)

@@ -127,6 +127,15 @@ def test_a_product_refuses_a_weight_that_is_no_matrix(x: Tensor, shape: tuple[in
         compat.cutlass_scaled_mm(codes, weight, scale, scale, torch.bfloat16)
 
 
+def test_a_weight_as_it_is_stored_is_named_in_the_words_of_the_caller(x: Tensor, w: Tensor) -> None:
+    (a, s), (b, t) = quantized(x), quantized(w)
+    message = rf"K = {K} and a weight of shape \({N}, {K}\).*Pass weight.t\(\)"
+    with pytest.raises(InvalidValue, match=message):
+        compat.cutlass_scaled_mm(a, b, s, t, torch.bfloat16)
+    with pytest.raises(InvalidValue, match=message):
+        compat.Fp8LinearOp().apply(x, b, t)
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("shape", ["column", "row", "flat"])
 def test_cutlass_scaled_mm_takes_scales_of_any_shape(

@@ -177,6 +177,7 @@ def test_functions_choose_layers_beside_the_defaults() -> None:
     }  # as a glob, it does not lift the defaults
     report = fp8kit.convert(model, exclude=lambda name, layer: name.startswith("layers.0"))
     assert {r.name.split(".")[1] for r in report.converted} == {"1"}
+    assert "excluded by the function" in {r.reason for r in report.skipped}
     with pytest.raises(ConversionError, match=r"include function chooses no linear layer"):
         fp8kit.plan(Model(), include=lambda name, layer: False)
 
@@ -618,7 +619,7 @@ def test_static_scheme_without_calibration_leaves_the_model_alone() -> None:
     before = snapshot(model)
     with pytest.raises(ConversionError, match="Scheme FP8 got no calibration data"):
         fp8kit.convert(model, "FP8")
-    with pytest.raises(ConversionError, match=r"Calibration never reached \['layers\.1"):
+    with pytest.raises(ConversionError, match=r"Calibration never reached layers\.1\."):
         fp8kit.convert(model, "FP8", calibrate=lambda m: m.layers[0](torch.randn(2, D)))
     with pytest.raises(ZeroDivisionError):
         fp8kit.convert(model, "FP8", calibrate=lambda _: 1 // 0)

@@ -167,6 +167,11 @@ def test_a_switch_is_true_or_false() -> None:
         layer_of().batch_invariant = "yes"
 
 
+def test_an_unknown_way_to_sum_is_refused_when_it_is_set() -> None:
+    with pytest.raises(ValueError, match=r"accum='quick'.*precise, fast"):
+        layer_of().accum = "quick"
+
+
 @pytest.mark.parametrize("what", [nn.Conv2d(3, 3, 1), nn.Sequential(), torch.ones(3, 3), "linear"])
 def test_what_is_no_linear_layer_is_refused_in_words(what: Any) -> None:
     with pytest.raises(TypeError, match=r"One layer that becomes FP8 is an nn.Linear"):

@@ -84,9 +84,14 @@ _selection = _together(
         metavar="NAME",
         help=f"One of {', '.join(SCHEMES)}.",
     ),
-    click.option("--include", multiple=True, metavar="PATTERN", help="Only these; repeatable."),
     click.option(
-        "--exclude", multiple=True, metavar="PATTERN", help="Leave these dense too; repeatable."
+        "--include", multiple=True, metavar="PATTERN", help="Only these layers; repeatable."
+    ),
+    click.option(
+        "--exclude",
+        multiple=True,
+        metavar="PATTERN",
+        help="Leave these layers dense too; repeatable.",
     ),
     click.option("--no-default-exclude", is_flag=True, help="Switch the default exclusions off."),
     click.option("--strict", is_flag=True, help="Fail if a layer cannot be converted."),
@@ -129,7 +134,11 @@ main.add_command(evaluate)
     show_default=True,
     help="Where to run: cpu, cuda:N, or cuda for every GPU; repeatable.",
 )
-@click.option("--workers", type=click.IntRange(1), help="Threads per device.")
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    help="Threads per device.  [default: one per processor; 8 per GPU]",
+)
 @click.option(
     "--dtype",
     type=click.Choice(("bfloat16", "float16", "float32")),
@@ -168,9 +177,10 @@ def quantize(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Quantize the checkpoint SOURCE into the new folder DESTINATION.
+    """Quantize a checkpoint of any size.
 
-    The model is never held in memory. After an interruption, the same command continues.
+    Reads SOURCE and writes the new folder DESTINATION. The model is never held in memory. After an
+    interruption, the same command continues.
     """
     recipe = fp8kit.Recipe(
         scheme,
@@ -224,7 +234,10 @@ def convert_checkpoint(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Write the FP8 checkpoint SOURCE in another dialect, bit for bit, into DESTINATION."""
+    """Write an FP8 checkpoint in another dialect.
+
+    The codes and scales of SOURCE go into the new folder DESTINATION bit for bit.
+    """
     translation.convert_checkpoint(
         source,
         destination,
@@ -241,10 +254,13 @@ def convert_checkpoint(
 @main.command()
 @_source
 @click.argument("result", type=click.Path(), callback=_path)
-@click.option("--workers", type=click.IntRange(1), help="Threads.")
+@click.option("--workers", type=click.IntRange(1), help="Threads.  [default: one per processor]")
 @_json
 def verify(source: Path, result: Path, workers: int | None, as_json: bool) -> None:
-    """Compare the FP8 checkpoint RESULT with its high-precision SOURCE, tensor by tensor."""
+    """Measure the error of every tensor.
+
+    Compares the FP8 checkpoint RESULT with its high-precision SOURCE.
+    """
     found = fp8kit.verify_checkpoint(source, result, workers=workers, progress=True)
     _print(found.to_dict() if as_json else str(found), as_json)
     if found.problems:
@@ -255,7 +271,7 @@ def verify(source: Path, result: Path, workers: int | None, as_json: bool) -> No
 @_source
 @_json
 def inspect(source: Path, as_json: bool) -> None:
-    """Show the dialect, scheme, layers, sizes and damage of the checkpoint SOURCE."""
+    """Show dialect, scheme, layers, sizes and damage."""
     found = inspect_checkpoint(source)
     _print(found.to_dict() if as_json else str(found), as_json)
     if found.problems:
@@ -285,7 +301,7 @@ def plan(
     rows: list[int] | None,
     as_json: bool,
 ) -> None:
-    """Show what `quantize` would do to the checkpoint SOURCE, reading no weights."""
+    """Show what `quantize` would do, reading no weights."""
     recipe = fp8kit.Recipe(
         scheme, target, _patterns(include), _exclusions(exclude, no_default_exclude), strict
     )
@@ -306,7 +322,10 @@ def plan(
 @_device
 @_json
 def explain(source: Path, rows: list[int], device: str, as_json: bool) -> None:
-    """Show which backend runs each layer of the FP8 checkpoint SOURCE, and why not the others."""
+    """Show which backend runs each layer, and why.
+
+    Also why the other backends do not run it. SOURCE is an FP8 checkpoint.
+    """
     model: nn.Module = models.load(models.require_fp8(source), device=device)
     found = [fp8kit.explain(model, m) for m in rows]
     if as_json:

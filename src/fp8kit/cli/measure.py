@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.checkpoint.streaming.recipe import Recipe
+from fp8kit.checkpoint.streaming.verify import check_pair
 from fp8kit.cli.options import (
     json_option,
     known_device,
@@ -32,14 +33,28 @@ _measured = together(
     click.argument("source", type=click.Path(), callback=path_of, required=False),
     click.option("--shapes", help="NxK or names such as 'Llama 8B', separated by commas."),
     rows_option("1,16,64,256,1024,4096"),
-    click.option("--accum", default="precise", type=click.Choice(["precise", "fast"])),
-    click.option("--device", default="cuda", show_default=True, callback=known_device),
+    click.option(
+        "--accum",
+        default="precise",
+        show_default=True,
+        type=click.Choice(["precise", "fast"]),
+        help="fast permits Hopper's short accumulator.",
+    ),
+    click.option(
+        "--device",
+        default="cuda",
+        show_default=True,
+        callback=known_device,
+        help="The GPU: cuda or cuda:N.",
+    ),
 )
 
 
 @click.command()
 @_measured
-@click.option("--scheme", default="FP8_DYNAMIC", show_default=True, metavar="NAME")
+@click.option(
+    "--scheme", default="FP8_DYNAMIC", show_default=True, metavar="NAME", help="What is timed."
+)
 @json_option
 def bench(
     source: Path | None,
@@ -50,7 +65,10 @@ def bench(
     scheme: str,
     as_json: bool,
 ) -> None:
-    """Time the layers of the Transformers model SOURCE, or of --shapes, against bf16."""
+    """Time linear layers against bf16.
+
+    Those of the Transformers model SOURCE, or of --shapes.
+    """
     kind = Scheme.of(scheme)
     layers = list(dict.fromkeys(_layers(source, shapes).values()))
     found = linear.bench(layers, rows, kind, torch.device(device), accum=accum)
@@ -66,17 +84,34 @@ def bench(
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A file with text of the kind that the model will read.",
 )
-@click.option("--tokens", default=8192, show_default=True, type=click.IntRange(2), help="Maximum.")
 @click.option(
-    "--length", default=512, show_default=True, type=click.IntRange(2), help="Per sequence."
+    "--tokens",
+    default=8192,
+    show_default=True,
+    type=click.IntRange(2),
+    help="Read at most so many tokens of it.",
 )
-@click.option("--device", default="cpu", show_default=True, callback=known_device)
+@click.option(
+    "--length", default=512, show_default=True, type=click.IntRange(2), help="Tokens of a sequence."
+)
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    callback=known_device,
+    help="Where to run: cpu, cuda or cuda:N.",
+)
 @json_option
 def evaluate(
     source: Path, result: Path, text: Path, tokens: int, length: int, device: str, as_json: bool
 ) -> None:
-    """Run the FP8 language model RESULT and its dense SOURCE on a text, and compare them."""
-    quantized = models.load(models.require_fp8(result), device=device)
+    """Compare an FP8 language model with the dense one.
+
+    Runs RESULT and its high-precision SOURCE on a text. Shows the error of each layer, the
+    agreement of next tokens and both perplexities.
+    """
+    check_pair(open_checkpoint(source), open_checkpoint(result))
+    quantized = models.load(result, device=device)
     language = models.integration("transformers_evaluation")
     dense = language.load_dense(source, device)
     batches = language.text_batches(source, text, tokens, length, device)
@@ -86,10 +121,21 @@ def evaluate(
 
 @click.command()
 @_measured
-@click.option("--scheme", multiple=True, default=("FP8_DYNAMIC",), metavar="NAME", help="Repeat.")
+@click.option(
+    "--scheme",
+    multiple=True,
+    default=("FP8_DYNAMIC",),
+    show_default=True,
+    metavar="NAME",
+    help="Repeatable.",
+)
 @click.option("--shipped-shapes", is_flag=True, help="Measure what the tables in the wheel hold.")
-@click.option("--seconds", type=float, help="Start no new shape after this time.")
-@click.option("--output", type=click.Path(path_type=Path), help="Write a table, cache nothing.")
+@click.option("--seconds", type=float, help="Start no new shape after so many seconds.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Write the times into this file, and not into the cache.",
+)
 @json_option
 def tune(
     source: Path | None,
@@ -103,11 +149,11 @@ def tune(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure which backend is fastest for the layers of SOURCE, and remember it.
+    """Measure which backend is fastest for each layer.
 
-    Siblings, by their usual names, are measured as the one matrix that they run as, too. Row counts
-    are rounded up to powers of two. The times are kept below FP8KIT_CACHE_DIR for this device,
-    driver and versions.
+    Those of the Transformers model SOURCE, or of --shapes. Siblings, by their usual names, are
+    measured as the one matrix that they run as, too. Row counts are rounded up to powers of two.
+    The times are kept below FP8KIT_CACHE_DIR for this device, driver and versions.
     """
     if torch.device(device).type != "cuda":
         raise click.BadParameter(

@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8kit import functional
 from fp8kit.compat.arguments import teaches
 from fp8kit.compat.known_weights import KnownWeights
-from fp8kit.compat.shapes import as_number, as_vector, with_scale, with_scale_as_stored
+from fp8kit.compat.shapes import as_number, as_vector, check_view, with_scale, with_scale_as_stored
 from fp8kit.compat.w8a8 import scaled_fp8_quant
 from fp8kit.errors import InvalidValue
 from fp8kit.formats import FP8_FORMATS, ROW, SCHEMES, TENSOR, QTensor, Scheme
@@ -101,6 +101,7 @@ class Fp8LinearOp:
             ValueError: if a shape does not fit, or a static operator gets no ``input_scale``.
             UnsupportedError: if no backend computes it.
         """
+        check_view(weight, input.shape[-1])
         w_q = self._known.of(weight, weight_scale, with_scale_as_stored)
         bias = as_vector(bias, w_q.shape[0])
         if input.dtype in FP8_FORMATS:

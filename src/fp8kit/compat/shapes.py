@@ -47,6 +47,16 @@ def with_scale(codes: Tensor, scale: Tensor | float) -> QTensor:
     return QTensor(codes, scale.float().reshape(-1, 1), group)
 
 
+def check_view(weight: Tensor, k: int) -> None:
+    """Raise ``ValueError`` if a matrix is not the view ``[K, N]`` that ``k`` input columns need."""
+    if weight.dim() == 2 and weight.shape[0] != k:
+        raise InvalidValue(
+            f"Got an input with K = {k} and a weight of shape {tuple(weight.shape)}.",
+            "Under this name a weight is the view [K, N] of what is stored.",
+            "Pass weight.t() if it is [N, K]; else weight and input do not belong together.",
+        )
+
+
 def stored(weight: Tensor) -> Tensor:
     """Return a weight given as ``[K, N]`` as it is stored: ``[N, K]``, rows contiguous.
 

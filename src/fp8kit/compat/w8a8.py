@@ -18,7 +18,7 @@ from fp8kit import functional
 from fp8kit.compat.arguments import teaches
 from fp8kit.compat.blocks import block_product
 from fp8kit.compat.capabilities import supports
-from fp8kit.compat.shapes import as_number, as_vector, stored, with_scale, written
+from fp8kit.compat.shapes import as_number, as_vector, check_view, stored, with_scale, written
 from fp8kit.errors import InvalidValue
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
 from fp8kit.ops import validation
@@ -180,6 +180,7 @@ def cutlass_scaled_mm(
     Example:
         >>> y = fp8kit.compat.cutlass_scaled_mm(a, w.t(), one, one, torch.bfloat16)
     """
+    check_view(b, a.shape[-1])
     weight = stored(b)
     bias = as_vector(bias, weight.shape[0])
     scale_a = torch.as_tensor(scale_a, device=a.device)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import ConversionError
 from fp8kit.formats import TENSOR, fp8_format, min_scale
 
@@ -77,7 +78,7 @@ def _check_seen(names: list[str], amax: dict[str, float]) -> None:
         "saw only zeros in": [n for n, a in amax.items() if a == 0],
     }
     if any(kinds.values()):
-        seen = " and ".join(f"{what} {layers}" for what, layers in kinds.items() if layers)
+        seen = " and ".join(f"{what} {some_of(layers)}" for what, layers in kinds.items() if layers)
         raise ConversionError(
             f"Calibration {seen}.",
             "A static scheme needs finite inputs of every converted layer, not all zero.",

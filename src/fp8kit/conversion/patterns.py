@@ -109,7 +109,16 @@ def chosen(
             "Return True for the layers that are meant.",
         )
     # an expression, because a full name alone would lift the defaults
-    return [f"re:{re.escape(name)}$" for name in found]
+    return [_OfFunction(f"re:{re.escape(name)}$") for name in found]
+
+
+class _OfFunction(str):
+    """A pattern for what a function chose; reports name the function."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "the function"
 
 
 def check_patterns(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import InvalidValue, check_switch
+from fp8kit.errors import InvalidValue, check_choice, check_switch
 from fp8kit.formats import Scheme, scale_shape
 from fp8kit.ops import validation
 from fp8kit.runtime.replay_cache import Options
@@ -23,8 +23,9 @@ def checked(layer: Fp8Linear, name: str, value: Any) -> Any:
     """Return an option as a layer holds it.
 
     Raises ``TypeError`` for an ``out_dtype`` that no result has, or a ``batch_invariant`` that is
-    no switch, and ``ValueError`` for a ``scale_ub`` that is not positive and finite, or that no
-    activation has, an unknown scheme, or one that reads other codes or scales than the layer holds.
+    no switch, and ``ValueError`` for an unknown ``accum``, a ``scale_ub`` that is not positive and
+    finite, or that no activation has, an unknown scheme, or one that reads other codes or scales
+    than the layer holds.
     """
     if name == "scheme":
         return _checked_scheme(layer, value)
@@ -32,6 +33,8 @@ def checked(layer: Fp8Linear, name: str, value: Any) -> Any:
         validation.check_out_dtype(value)
     if name == "batch_invariant":
         check_switch(name, value)
+    if name == "accum":
+        check_choice(name, value, ("precise", "fast"))
     if name != "scale_ub" or value is None:
         return value
     try:

@@ -282,10 +282,12 @@ def _check_merged(
             for sibling in group if last in group else ():
                 other = f"{parent}.{sibling}" if parent else sibling
                 if other in left:
+                    patterns = [f"*.{sibling}" for sibling in group]
                     raise CheckpointError(
                         f"{name} is FP8 and {other} is {left[other]}.",
                         f"{target} merges {', '.join(group)} into one layer of one kind.",
-                        "Include or exclude them together, or save for target='transformers'.",
+                        f"Include or exclude them together, as exclude={patterns} does, or save "
+                        "for target='transformers'; fp8kit.plan gives the reason of each layer.",
                     )
 
 

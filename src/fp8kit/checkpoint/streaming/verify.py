@@ -107,6 +107,20 @@ class Verification:
         return "\n".join([*lines, *self.problems])
 
 
+def check_pair(source: Checkpoint, result: Checkpoint) -> None:
+    """Raise ``CheckpointError`` unless the source is in high precision and the result is FP8."""
+    if source.spec is not None or result.spec is None:
+        first, second = ("FP8" if c.spec else "in high precision" for c in (source, result))
+        what = f"{source.path} is {first}, and {result.path} is {second}."
+        if source.path == result.path:
+            what = f"{source.path} was given twice."
+        raise CheckpointError(
+            what,
+            "The first checkpoint is in high precision, the second one is FP8.",
+            "Pass the source first, then what was made of it.",
+        )
+
+
 def verify(
     source: Checkpoint,
     result: Checkpoint,
@@ -122,16 +136,7 @@ def verify(
     with the bytes of the source that were compared. Raises ``CheckpointError`` if the source is
     FP8, or the result is not.
     """
-    if source.spec is not None or result.spec is None:
-        first, second = ("FP8" if c.spec else "in high precision" for c in (source, result))
-        what = f"{source.path} is {first}, and {result.path} is {second}."
-        if source.path == result.path:
-            what = f"{source.path} was given twice."
-        raise CheckpointError(
-            what,
-            "The first checkpoint is in high precision, the second one is FP8.",
-            "Pass the source first, then what was made of it.",
-        )
+    check_pair(source, result)
     # exporters may name experts after Transformers' modules, and not after the source's files
     result = max(
         (result, result.for_engines()), key=lambda c: len(c.tensors.keys() & source.tensors.keys())
