@@ -32,6 +32,7 @@ from fp8kit.ops.transforms import is_transformed
 from fp8kit.runtime.replay_cache import ReplayCache, jit_tracing
 
 FUSED_DEVICES = ("cuda",)
+_LAYER_CODE = Fp8Linear.forward
 # attributes of fused modules themselves, whatever the modules they replace have
 _OWN = frozenset(
     """
@@ -100,7 +101,7 @@ class Consumers:
             modules.append(module)
         members = self.group.members
         for member in members:
-            if member.scale_ub is not None:
+            if member.scale_ub is not None or type(member).forward is not _LAYER_CODE:
                 return False
         # a hook of the block itself sees nothing
         free = bool(members) and not is_watched(*modules[1:], *members)
@@ -385,6 +386,8 @@ def may_fuse(module: nn.Module, *inputs: Tensor) -> bool:
 
 def can_multiply(layer: nn.Module) -> TypeGuard[Fp8Linear]:
     """Return whether codes can be handed to a layer past its ``forward``."""
+    if type(layer).forward is not _LAYER_CODE:  # a subclass may compute something else
+        return False
     fp8 = isinstance(layer, Fp8Linear) and takes_codes(layer.scheme) and layer.scale_ub is None
     return fp8 and not is_watched(layer)
 
