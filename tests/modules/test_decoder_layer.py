@@ -254,7 +254,22 @@ def another_class(name: str) -> Callable[[Any], None]:
     return change
 
 
+class Unsized(nn.SiLU):
+    """Has no truth value, like what ``torch.compile`` makes of a module."""
+
+    def __len__(self) -> int:
+        raise TypeError
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def unsized_activation(layer: Any) -> None:
+    layer.mlp.act_fn = Unsized()
+
+
 CHANGES = (
+    unsized_activation,
     another_class("mlp.gate_proj"),
     another_class("mlp.down_proj"),
     moved_weight,

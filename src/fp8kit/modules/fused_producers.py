@@ -359,7 +359,7 @@ class FusedGatedMlp(Fused):
             return None
         names = ("gate_proj", "up_proj", "down_proj", "act_fn")
         gate, up, down, act_fn = map(self._modules.get, names)
-        known = activation_kind(act_fn or self.act_fn) == self.kind
+        known = activation_kind(self.act_fn if act_fn is None else act_fn) == self.kind
         if not known or (act_fn is not None and is_watched(act_fn)):
             return None
         assert gate is not None
