@@ -32,7 +32,7 @@ from fp8kit.ops.transforms import is_transformed
 from fp8kit.runtime.replay_cache import ReplayCache, jit_tracing
 
 FUSED_DEVICES = ("cuda",)
-_LAYER_CODE = Fp8Linear.forward
+_LAYER_CODE = Fp8Linear.forward  # a subclass may compute something else
 # attributes of fused modules themselves, whatever the modules they replace have
 _OWN = frozenset(
     """
@@ -386,10 +386,8 @@ def may_fuse(module: nn.Module, *inputs: Tensor) -> bool:
 
 def can_multiply(layer: nn.Module) -> TypeGuard[Fp8Linear]:
     """Return whether codes can be handed to a layer past its ``forward``."""
-    if type(layer).forward is not _LAYER_CODE:  # a subclass may compute something else
-        return False
     fp8 = isinstance(layer, Fp8Linear) and takes_codes(layer.scheme) and layer.scale_ub is None
-    return fp8 and not is_watched(layer)
+    return fp8 and type(layer).forward is _LAYER_CODE and not is_watched(layer)
 
 
 def activation_kind(act_fn: object) -> str | None:
