@@ -323,7 +323,7 @@ class SharedInput:
             id(m): (part, weight_state(m, stream))
             for m, part in zip(members[1:], rest, strict=True)
         }
-        self._pending = Pending(x, input_state(x), results, values=self._copied(x))
+        self._pending = Pending(x, input_state(x), results, None, self._copied(x), stream)
         return first
 
     def _replay(
