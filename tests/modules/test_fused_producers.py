@@ -426,6 +426,17 @@ def test_a_wrapped_layer_gets_real_numbers(device: torch.device) -> None:
     assert attention.v_proj.seen[0].isfinite().all()
 
 
+def test_a_hook_between_producer_and_layers_gets_real_numbers(device: torch.device) -> None:
+    model = nn.Sequential(nn.Sequential(nn.GELU()), nn.Linear(256, 128)).to(device, torch.bfloat16)
+    fp8kit.convert(model, fuse={"": ["0.0 -> 1"]})
+    assert isinstance(model[0][0], fused_producers.FusedActivation)
+    x, seen = torch.randn(3, 256, device=device, dtype=torch.bfloat16), list[Tensor]()
+    model[0].register_forward_hook(lambda m, args, y: seen.append(y))
+    with torch.no_grad():
+        assert model(x).isfinite().all()
+    assert seen[0].isfinite().all()
+
+
 def test_gradients_flow_through_the_unfused_path(device: torch.device) -> None:
     model = build("llama", device)
     fp8kit.convert(model)
