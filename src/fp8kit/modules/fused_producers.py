@@ -29,7 +29,7 @@ from fp8kit.modules.parameters import any_trained, deepcopied
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops.operators import CodesCall, RowCodes
 from fp8kit.ops.transforms import is_transformed
-from fp8kit.runtime.replay_cache import ReplayCache, jit_tracing
+from fp8kit.runtime.replay_cache import ReplayCache, is_traced, jit_tracing
 
 FUSED_DEVICES = ("cuda",)
 _LAYER_CODE = Fp8Linear.forward  # a subclass may compute something else
@@ -408,6 +408,12 @@ def _code_of(module: nn.Module) -> object:
     return None if hasattr(own, "_torchdynamo_orig_callable") else own
 
 
-@functools.cache
 def _nan(device: torch.device, dtype: torch.dtype) -> Tensor:
+    make = _kept_nan.__wrapped__ if is_traced() else _kept_nan  # a mode may make fake tensors
+    nan: Tensor = make(device, dtype)
+    return nan
+
+
+@functools.cache
+def _kept_nan(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.full((), math.nan, device=device, dtype=dtype)
