@@ -244,6 +244,12 @@ def test_a_layer_of_which_a_part_is_held_stays_dense(kind: str) -> None:
     assert reasons["proj"].startswith(f"Listing holds its {part} in steps, which stays dense")
 
 
+def test_a_tensor_without_a_shape_may_be_held() -> None:
+    model = Listing("list")
+    model.steps = [nn.parameter.UninitializedBuffer()]
+    assert len(fp8kit.convert(model).converted) == 2
+
+
 class Mirrored(nn.Module):
     """Multiplies by a weight once in its layer and once beside it."""
 

@@ -242,7 +242,53 @@ def another_activation(layer: Any) -> None:
     layer.mlp.act_fn = nn.GELU()
 
 
+class Louder(fp8kit.Fp8Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def another_class(name: str) -> Callable[[Any], None]:
+    def change(layer: Any) -> None:
+        layer.get_submodule(name).__class__ = Louder
+
+    return change
+
+
+class Doubled(nn.Module):
+    """Reads what it wraps."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.norm(hidden_states) * 2
+
+
+def wrapped_norm(name: str) -> Callable[[Any], None]:
+    return lambda layer: setattr(layer, name, Doubled(getattr(layer, name)))
+
+
+class Unsized(nn.SiLU):
+    """Has no truth value, like what ``torch.compile`` makes of a module."""
+
+    def __len__(self) -> int:
+        raise TypeError
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def unsized_activation(layer: Any) -> None:
+    layer.mlp.act_fn = Unsized()
+
+
 CHANGES = (
+    unsized_activation,
+    wrapped_norm("input_layernorm"),
+    wrapped_norm("post_attention_layernorm"),
+    another_class("mlp.gate_proj"),
+    another_class("mlp.down_proj"),
     moved_weight,
     written_weight,
     another_scale,
@@ -270,6 +316,7 @@ def test_a_recorded_feed_forward_follows_its_layers(
             change(layer)
     fresh = copy.deepcopy(model)
     expected = run(fresh).logits
+    assert expected.isfinite().all()
     assert not torch.equal(expected, before)
     for _ in range(4):
         assert_bits_equal(run(model).logits, expected)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.utils.prune  # which torch does not import itself
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -424,6 +425,32 @@ def test_a_wrapped_layer_gets_real_numbers(device: torch.device) -> None:
     attention.v_proj = Wrapper(attention.v_proj)
     assert logits(model, tokens(device)).isfinite().all()
     assert attention.v_proj.seen[0].isfinite().all()
+
+
+def test_a_fake_run_leaves_nothing_fake(device: torch.device) -> None:
+    model = build("llama", device)
+    fp8kit.convert(model)
+    norm = model.model.layers[0].input_layernorm
+    # no other test makes what stands for results of this dtype
+    norm.weight.data = norm.weight.data.half()
+    x = torch.randn(3, 128, device=device, dtype=torch.float16)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        assert isinstance(norm(mode.from_tensor(x)), FakeTensor)
+    with torch.no_grad():
+        stand_in = norm(x)
+    assert type(stand_in) is Tensor
+    assert stand_in.isnan().all()
+
+
+def test_a_hook_between_producer_and_layers_gets_real_numbers(device: torch.device) -> None:
+    model = nn.Sequential(nn.Sequential(nn.GELU()), nn.Linear(256, 128)).to(device, torch.bfloat16)
+    fp8kit.convert(model, fuse={"": ["0.0 -> 1"]})
+    assert isinstance(model[0][0], fused_producers.FusedActivation)
+    x, seen = torch.randn(3, 256, device=device, dtype=torch.bfloat16), list[Tensor]()
+    model[0].register_forward_hook(lambda m, args, y: seen.append(y))
+    with torch.no_grad():
+        assert model(x).isfinite().all()
+    assert seen[0].isfinite().all()
 
 
 def test_gradients_flow_through_the_unfused_path(device: torch.device) -> None:

@@ -899,6 +899,16 @@ def test_offered_products_outlive_their_use_in_another_stream(streams: Streams) 
     assert streams.told == ["side", "other"]
 
 
+def test_results_that_stay_in_one_stream_are_told_to_none(streams: Streams) -> None:
+    layers = siblings(torch.device("cpu"), "FP8_DYNAMIC")
+    group = SharedInput(layers, unchanging=True)
+    x, streams.now = on_gpu(tokens(torch.device("cpu"))), "side"
+    for layer in layers:
+        assert plain(layer(x)).isfinite().all()
+    assert group.members == layers
+    assert streams.told == []
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [5, 600])
 def test_a_sibling_on_another_stream_waits_for_no_result(rows: int) -> None:

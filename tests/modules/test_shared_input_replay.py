@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import fp8kit
 from fp8kit.modules.shared_input import SharedInput
@@ -183,6 +184,27 @@ def test_a_change_of_any_member_is_seen(
     assert [y.requires_grad for y in results].count(True) == (change == "gradient")
     for each, y in zip(joined.members, results, strict=True):
         assert_bits_equal(y.detach(), operator(each, x).detach())
+
+
+class View(nn.Module):
+    """Gives another tensor at each call, at one address."""
+
+    def forward(self, held: Tensor) -> Tensor:
+        return held.view_as(held)
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_scale"])
+def test_what_parametrizations_give_is_not_joined(name: str, cpu_backends: CpuBackends) -> None:
+    joined = group()
+    for member in joined.members:
+        parametrize.register_parametrization(member, name, View(), unsafe=True)
+    for _ in range(5):
+        x = x_of()
+        results = called(joined, x)
+        # where a joined matrix that nothing holds would have been
+        assert [torch.full((n, 256), 127, dtype=torch.uint8) for n in (128, 256, 512)]
+        for member, y in zip(joined.members, results, strict=True):
+            assert_bits_equal(y, operator(member, x))
 
 
 def test_an_input_that_wants_gradients_is_not_recorded(cpu_backends: CpuBackends) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -299,5 +300,5 @@ def _addresses(tensor: torch.Tensor) -> Iterator[int]:
     """Give the address of a tensor, and that of its numbers, which views have in common."""
     yield id(tensor)
     plain = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
-    if plain and not tensor.is_meta and tensor.numel():
+    if plain and not tensor.is_meta and not is_lazy(tensor) and tensor.numel():
         yield tensor.data_ptr()

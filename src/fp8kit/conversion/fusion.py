@@ -127,6 +127,9 @@ def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
         fused_producer = _producer(model, link)
         if fused_producer is not None and link.producer is not None:
             model.set_submodule(link.source, fused_producer)
+            # now that it is there, so that a wrapper around it, or a move, is noticed
+            group = fused_producer.consumers.group
+            fused_producer.consumers = Consumers(group, link.unchanged(model))
             replaced.append(link.source)
     if any(isinstance(module, (Fp8Linear, ExpertTensors)) for module in model.modules()):
         for name, module in model.named_modules():

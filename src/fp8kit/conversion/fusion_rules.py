@@ -76,9 +76,9 @@ class Link:
         return tuple(map(self.name, self.consumers))
 
     def unchanged(self, model: nn.Module) -> list[tuple[nn.Module, str, object]]:
-        """Return ``(module, attribute, value)`` of the way from the block to each layer."""
+        """Return ``(module, attribute, value)`` of the ways from the block to what it links."""
         found: dict[tuple[int, str], tuple[nn.Module, str, object]] = {}
-        for path in self.consumers:
+        for path in (*self.consumers, *filter(None, [self.producer])):
             module = model.get_submodule(self.block)
             for step in path.split("."):
                 settings = ("processor", *_OFF) if self.family else ()

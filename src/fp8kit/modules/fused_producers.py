@@ -29,9 +29,10 @@ from fp8kit.modules.parameters import any_trained, deepcopied
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops.operators import CodesCall
 from fp8kit.ops.transforms import is_transformed
-from fp8kit.runtime.replay_cache import ReplayCache, jit_tracing
+from fp8kit.runtime.replay_cache import ReplayCache, is_traced, jit_tracing
 
 FUSED_DEVICES = ("cuda",)
+_LAYER_CODE = Fp8Linear.forward  # a subclass may compute something else
 # attributes of fused modules themselves, whatever the modules they replace have
 _OWN = frozenset(
     """
@@ -100,7 +101,7 @@ class Consumers:
             modules.append(module)
         members = self.group.members
         for member in members:
-            if member.scale_ub is not None:
+            if member.scale_ub is not None or type(member).forward is not _LAYER_CODE:
                 return False
         # a hook of the block itself sees nothing
         free = bool(members) and not is_watched(*modules[1:], *members)
@@ -350,7 +351,7 @@ class FusedGatedMlp(Fused):
             return None
         names = ("gate_proj", "up_proj", "down_proj", "act_fn")
         gate, up, down, act_fn = map(self._modules.get, names)
-        known = activation_kind(act_fn or self.act_fn) == self.kind
+        known = activation_kind(self.act_fn if act_fn is None else act_fn) == self.kind
         if not known or (act_fn is not None and is_watched(act_fn)):
             return None
         assert gate is not None
@@ -378,7 +379,7 @@ def may_fuse(module: nn.Module, *inputs: Tensor) -> bool:
 def can_multiply(layer: nn.Module) -> TypeGuard[Fp8Linear]:
     """Return whether codes can be handed to a layer past its ``forward``."""
     fp8 = isinstance(layer, Fp8Linear) and takes_codes(layer.scheme) and layer.scale_ub is None
-    return fp8 and not is_watched(layer)
+    return fp8 and type(layer).forward is _LAYER_CODE and not is_watched(layer)
 
 
 def activation_kind(act_fn: object) -> str | None:
@@ -399,6 +400,12 @@ def _code_of(module: nn.Module) -> object:
     return None if hasattr(own, "_torchdynamo_orig_callable") else own
 
 
-@functools.cache
 def _nan(device: torch.device, dtype: torch.dtype) -> Tensor:
+    make = _kept_nan.__wrapped__ if is_traced() else _kept_nan  # a mode may make fake tensors
+    nan: Tensor = make(device, dtype)
+    return nan
+
+
+@functools.cache
+def _kept_nan(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.full((), math.nan, device=device, dtype=dtype)

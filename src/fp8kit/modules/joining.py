@@ -13,6 +13,7 @@ from fp8kit.modules.linear import Fp8Linear
 
 MOST_JOINED_ROWS = 512  # of an input; one wide product saves nothing from there on
 _JOINABLE = (ROW, BLOCK, MX)
+_HELD = {"weight", "weight_scale", "bias"}  # what a joined product takes of each layer
 
 
 def can_share(scheme: Scheme) -> bool:
@@ -64,9 +65,10 @@ def may_move(members: Sequence[Fp8Linear]) -> bool:
     """Return whether what layers hold can be put elsewhere.
 
     A distributed tensor lives in others, ``fully_shard`` puts the whole weight into memory of its
-    own at each call, and other processes may look at shared memory.
+    own at each call, a parametrization may give another tensor at each call, and other processes
+    may look at shared memory.
     """
-    if any(m.sharded for m in members):
+    if any(m.sharded or not _HELD <= m._parameters.keys() for m in members):
         return False
     held = [p for m in members for p in m._parameters.values() if p is not None]
     return not any(

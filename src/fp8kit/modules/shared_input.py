@@ -179,8 +179,7 @@ class SharedInput:
         ``stand_in`` is the tensor object that they will be called with; its values are not read.
         """
         everyone: Results = {id(m): (None, OFFERED) for m in self.members}
-        state, stream = input_state(stand_in), stream_of(stand_in)
-        self._pending = Pending(stand_in, state, everyone, codes, stream=stream)
+        self._pending = Pending(stand_in, None, everyone, codes, stream=stream_of(stand_in))
 
     def produce(self, stand_in: Tensor, replays: ReplayCache, call: CodesCall) -> list[Tensor]:
         """Offer what a call makes of an input that ``stand_in`` stands for; give the other results.
@@ -309,7 +308,7 @@ class SharedInput:
             id(m): (part, weight_state(m, stream))
             for m, part in zip(members[1:], rest, strict=True)
         }
-        self._pending = Pending(x, input_state(x), results, values=self._copied(x))
+        self._pending = Pending(x, input_state(x), results, None, self._copied(x), stream)
         return first
 
     def _replay(
