@@ -192,8 +192,9 @@ def test_what_is_wrapped_already_stays_dense(whole: bool) -> None:
             lambda m: FullyShardedDataParallel(
                 m, use_orig_params=whole, device_id=torch.device("cpu")
             ),
-            "FullyShardedDataParallel keeps its weight in one tensor with others; convert the",
+            "fully_shard or FullyShardedDataParallel has split its weight; convert the",
         ),
+        (fully_shard, "fully_shard or FullyShardedDataParallel has split its weight; convert the"),
         (nn.parallel.DistributedDataParallel, "which stays dense; convert the model before it is"),
     ):
         model = nn.Sequential(nn.Linear(128, 128))
@@ -253,10 +254,14 @@ def test_fully_shard_casts_no_codes(mesh: Any) -> None:
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     ignoring = copy.deepcopy(model)
     fully_shard(model.base[0], mesh=mesh, mp_policy=half)
-    with pytest.raises(ValueError, match=r"It holds torch\.float8_e4m3fn codes"):
+    with pytest.raises(ValueError, match=r"float8_e4m3fn codes.*needs ignored_params= with"):
         model(x)
     fully_shard(ignoring, mesh=mesh, mp_policy=half, ignored_params=set(frozen(ignoring)))
     ignoring(x).sum().backward()
+    experts = fp8kit.Fp8Experts.from_dense(torch.randn(2, 64, 128), torch.randn(2, 128, 32))
+    fully_shard(experts, mesh=mesh, mp_policy=half)
+    with pytest.raises(ValueError, match=r"gate_up_proj of FSDPFp8Experts.*ignored_params= with"):
+        experts(x, *fp8kit.moe.route(torch.randn(3, 2), 1))
 
 
 @pytest.mark.parametrize("how", ["mean", "ema", "one by one", "buffers"])

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp8kit
 from fp8kit.errors import CheckpointError
@@ -175,3 +177,13 @@ def test_groups_name_layers_as_in_the_model_and_as_in_files(tmp_path: Path) -> N
     for name, scheme in wanted.items():
         inputs = theirs.get_submodule(name).quantization_scheme.input_activations
         assert (inputs is None) == (scheme == "FP8_WEIGHT_ONLY"), name
+
+
+@pytest.mark.parametrize("save", [save, lambda m, p: fp8kit.convert(m) and m.save_pretrained(p)])
+def test_one_process_of_many_saves_alone(save: Route, tmp_path: Path) -> None:
+    """The other one, which is faked here, never answers what would be shared with it."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        save(bert(), tmp_path)
+    finally:
+        dist.destroy_process_group()

@@ -34,8 +34,8 @@ _DISPATCHED = (
     "first and dispatch it then, or call remove_hook_from_submodules of accelerate.hooks"
 )
 _SHARDED = (
-    "FullyShardedDataParallel keeps its weight in one tensor with others; convert the model first "
-    "and wrap it then, with ignored_states= for what is frozen"
+    "fully_shard or FullyShardedDataParallel has split its weight; convert the model first and "
+    "shard it then, by the latter with ignored_states= for what is frozen"
 )
 # modules of torch that multiply by the weights of their layers without calling these
 _READERS: dict[type[nn.Module], str] = {

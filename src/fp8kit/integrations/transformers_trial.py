@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from fp8kit.errors import CheckpointError
 _IGNORED = ("ignore", "ignored_layers", "modules_to_not_convert")
 _METHODS = ("compressed-tensors", "fp8", "mxfp8")
 _SCALES = ("_scale", "_scale_inv")
+_COMPRESSING = "compressed_tensors.compressors.model_compressors.model_compressor"
 
 
 def accepted(build: Callable[[], Any], quantization: JsonObject, kinds: Kinds) -> JsonObject:
@@ -144,6 +146,21 @@ def _refusal(kind: str, why: str) -> CheckpointError:
     )
 
 
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Keep compressed-tensors from sharing its work with other processes: often one alone saves."""
+    module: Any = sys.modules.get(_COMPRESSING)
+    own = getattr(module, "is_distributed", None)
+    if own is None:  # not loaded, or of a version that shares nothing
+        yield
+        return
+    module.is_distributed = lambda: False
+    try:
+        yield
+    finally:
+        module.is_distributed = own
+
+
 def _try(model: Any, quantization: JsonObject, kinds: Kinds) -> _Trial:
     kind = type(model).__name__
     try:
@@ -151,7 +168,7 @@ def _try(model: Any, quantization: JsonObject, kinds: Kinds) -> _Trial:
         if quantization["quant_method"] == "compressed-tensors":
             # the other methods decode there without a GPU, which then hides what a GPU would miss
             quantizer.validate_environment()
-        with redirect_stderr(io.StringIO()):  # two bars, which nobody asked for
+        with redirect_stderr(io.StringIO()), _alone():  # two bars, which nobody asked for
             quantizer.preprocess_model(model=model, dtype=model.dtype, device_map=None)
         rules = get_model_conversion_mapping(model, None, quantizer)
         options = LoadStateDictConfig(

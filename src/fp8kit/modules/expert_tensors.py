@@ -20,7 +20,7 @@ from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.parameters import apply_without_casts, as_bytes, cast_dtype, deepcopied, frozen
 from fp8kit.moe.activation import Activation
 from fp8kit.moe.problem import ExpertsProblem
-from fp8kit.ops.validation import default_rounding
+from fp8kit.ops.validation import check_codes, default_rounding
 from fp8kit.quantizers.rebase import restore
 
 CALLS = ("routed", "sorted")
@@ -104,8 +104,9 @@ class ExpertTensors(nn.Module):
 
     def operand(self, name: str) -> QTensor:
         """Return a stack as products take it: the Parameters, on which calls are recorded."""
-        scale = cast(Tensor, self.beside(name, "scale"))
-        return QTensor(self.codes(name), scale, self.scheme.weight)
+        codes, scale = self.codes(name), cast(Tensor, self.beside(name, "scale"))
+        check_codes(f"{name} of {type(self).__name__}", codes.dtype, self.scheme)
+        return QTensor(codes, scale, self.scheme.weight)
 
     def _options(self) -> dict[str, Any]:
         """Return what ``moe.experts`` takes besides codes, routes and activation, by name."""

@@ -307,7 +307,8 @@ def check_codes(name: str, dtype: torch.dtype, scheme: Scheme) -> None:
             f"It holds {scheme.dtype} codes.",
             "Pass a scheme with that dtype, or dequantize; copying would change the bits."
             if dtype in FP8_FORMATS
-            else "A dense weight becomes FP8 by layer.load_state_dict({'weight': weight}).",
+            else "Dense weights become FP8 by layer.load_state_dict; under fully_shard, a "
+            "param_dtype needs ignored_params= with what is frozen.",
         )
 
 
