@@ -23,11 +23,12 @@ class Group(SharedInput):
 
 
 def produced(group: SharedInput, stand_in: Tensor, x: Tensor) -> None:
-    """Let a group take ``x [M, K]`` quantized, as behind a norm, for calls with ``stand_in``."""
+    """Let a group take ``x [..., K]`` quantized, as behind a norm, for calls with ``stand_in``."""
     scheme = group.members[0].scheme
     kind = scheme.activation
     assert kind is not None
     floor, layout = min_scale(kind, scheme.dtype, "activation"), product_layout(kind)
     options = ((kind.rows, kind.cols), scheme.dtype, floor, None, "exact", layout)
-    call = CodesCall(QUANTIZE, (x,), (), options, kind, x.shape, x.dtype, lambda: None)
+    rows = x.reshape(-1, x.shape[-1])
+    call = CodesCall(QUANTIZE, (rows,), (), options, kind, x.shape, x.dtype, lambda: None)
     assert group.produce(stand_in, ReplayCache(), call) == []
