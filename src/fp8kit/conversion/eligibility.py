@@ -232,11 +232,12 @@ def _held_in_parts(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
         for address in _addresses(weight)
     }
     return {
-        (layer, part): f"{type(holder).__name__} holds its {part} in {attribute}, which stays "
+        (layer, part): f"{type(holder).__name__} holds its {part} in {attribute}, "
+        "which stays dense; "
         + (
-            "dense; convert the model before it is wrapped"
+            "convert the model before it is wrapped"
             if isinstance(holder, nn.parallel.DistributedDataParallel)
-            else "dense; call the layer instead"
+            else "call the layer instead"
         )
         for holder in model.modules()
         for attribute, value in vars(holder).items()

@@ -152,19 +152,14 @@ RMS_NORMED = Operator(rms_normed, reference.rms_normed)
 ROTATED = Operator(rotated, reference.rotated)
 
 
-def rows_of(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Fold the leading dimensions of codes and scales into rows."""
-    rows = math.prod(data.shape[:-1])
-    return data.reshape(rows, data.shape[-1]), scale.reshape(rows, scale.shape[-1])
-
-
 def _in_rows(operator: Operator) -> Operator:
     """Return an operator with dynamic scales that gives its codes and scales in rows."""
 
     def folded(compute: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> list[Tensor]:
             data, scale, *others = compute(*arguments)
-            return [*rows_of(data, scale), *others]
+            rows = math.prod(data.shape[:-1])
+            return [*(part.reshape(rows, part.shape[-1]) for part in (data, scale)), *others]
 
         return call
 

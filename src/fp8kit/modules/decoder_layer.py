@@ -49,23 +49,22 @@ class Flow:
         assert attention is not None
         y, _ = attention(hidden_states=_normed(children, self.before_attention, x), **kwargs)
         y = _normed(children, self.after_attention, y)
-        y, total = self.feed_forward(layer, y, x) or self._separately(children, y, x)
+        y, total = self.feed_forward(layer, y, x)
         return total + _normed(children, self.after_mlp, y)
 
-    def feed_forward(self, layer: nn.Module, x: Tensor, residual: Tensor) -> list[Tensor] | None:
-        """Give ``mlp(norm(residual + x))`` and the sum, ``None`` where one call may not do both."""
-        norm, mlp = layer._modules[self.before_mlp], layer._modules["mlp"]
-        if not (isinstance(norm, FusedNorm) and isinstance(mlp, FusedGatedMlp)):
-            return None
-        call = norm.codes_of_sum(x, residual)
-        return None if call is None else mlp.of_codes(call, norm.consumers.group)
-
-    def _separately(
-        self, children: Mapping[str, nn.Module | None], x: Tensor, residual: Tensor
-    ) -> list[Tensor]:
+    def feed_forward(self, layer: nn.Module, x: Tensor, residual: Tensor) -> list[Tensor]:
+        """Give ``mlp(norm(residual + x))`` and the sum, by one recording where that may be."""
+        children = layer._modules
         norm, mlp = children[self.before_mlp], children["mlp"]
         assert mlp is not None
-        total = norm.add(x, residual) if isinstance(norm, FusedNorm) else residual + x
+        if not isinstance(norm, FusedNorm) or (call := norm.codes_of_sum(x, residual)) is None:
+            total = residual + x
+        else:
+            group = norm.consumers.group
+            found = mlp.of_codes(call, group) if isinstance(mlp, FusedGatedMlp) else None
+            if found is not None:
+                return found
+            total = norm.add(call)
         return [mlp(_normed(children, self.before_mlp, total)), total]
 
 

@@ -266,14 +266,11 @@ class FusedNorm(Producer):
         call = self.formula.codes((x,), self, self.consumers.scheme)
         return self.consumers.produce(self.replays, call)[0]
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add two tensors whose sum this norm is called with next, unchanged.
+    def add(self, call: CodesCall) -> Tensor:
+        """Return the sum of a call of ``codes_of_sum``; this norm is called with it next.
 
-        The norm of the sum is quantized in the same pass, and waits for that call.
+        The norm of the sum is quantized in the same pass, and waits for that.
         """
-        call = self.codes_of_sum(x, residual)
-        if call is None:
-            return residual + x
         stand_in, total = self.consumers.produce(self.replays, call)
         self._prepared[:] = [(total, stand_in)]
         return total

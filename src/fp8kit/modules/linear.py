@@ -245,11 +245,14 @@ class Fp8Linear(nn.Linear):
             follow_original(self)
         constants = self.operands()[:3]
         if isinstance(codes, CodesCall):
-            return codes.multiplied(self.replays, constants, self._options)[0]
+            operator, both = codes.then_multiply(self._options)
+            call = (operator, codes.inputs, (*codes.constants, *constants), both)
+            y: Tensor = self.replays.call(*call, codes.check)[0]
+            return y
         inputs, options = codes.inputs, operators.options_of_codes(codes, self._options)
         if _is_compiling():
             return operators.codes_registered(*inputs, *constants, *options)
-        y: Tensor = self.replays.call(operators.CODES, inputs, constants, options)
+        y = self.replays.call(operators.CODES, inputs, constants, options)
         return y
 
     def operands(self) -> tuple[Any, ...]:

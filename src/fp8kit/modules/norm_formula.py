@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fp8kit.formats import GROUP128, ROW, GroupShape, Scheme, min_scale
 from fp8kit.fused import arguments, operators
-from fp8kit.ops.operators import CodesCall, options_of_codes, then_multiply
+from fp8kit.ops.operators import CodesCall
 from fp8kit.ops.validation import default_rounding
 from fp8kit.quantizers.scale_layout import product_layout
 from fp8kit.runtime.replay_cache import Operands, Operator, Options, ReplayCache
@@ -96,10 +96,10 @@ def gated_codes(
     Other results are the other's. ``kind`` is as of ``activation_codes``; ``options`` and ``width``
     are those of each projection, and ``scheme`` that of the layer which reads the codes.
     """
-    product = options_of_codes(call, options)
+    operator, (own, product) = call.then_multiply(options)
     return call._replace(
-        operator=operators.then_activate(then_multiply(call.operator)),
-        options=(call.options, product, (kind, *_target(scheme))),
+        operator=operators.then_activate(operator),
+        options=(own, product, (kind, *_target(scheme))),
         group=_group(scheme),
         shape=torch.Size((*call.shape[:-1], width)),
         dtype=product[2],

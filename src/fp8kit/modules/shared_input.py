@@ -212,8 +212,8 @@ class SharedInput:
             if layer.original_weight is not None:
                 follow_original(layer)
         after = () if last is None else last.operands()[:3]
-        options = (call.options, operators.options_of_codes(call, reader.options()))
-        step = (operators.then_multiply(call.operator), call.inputs, options)
+        operator, options = call.then_multiply(reader.options())
+        step = (operator, call.inputs, options)
         found: list[Tensor] | None = self._replay(*step, members, call.constants, after)
         if found is None:
             self._watch_capture(call.inputs[0])
@@ -336,7 +336,7 @@ class SharedInput:
         before: Operands = (),
         after: Operands = (),
     ) -> Any:
-        """Multiply an input, its codes, or what makes them by the joined weights.
+        """Multiply an input, or codes that a call makes of one, by the joined weights.
 
         The joined weight is another tensor at every call, and shares a counter of changes with its
         first part alone. So it is the parts whose state counts. Options are those for the first

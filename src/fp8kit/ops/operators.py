@@ -120,25 +120,16 @@ class CodesCall(NamedTuple):
     def run(self, replays: ReplayCache) -> tuple[RowCodes, list[Tensor]]:
         """Return the codes, and the other results."""
         call = (self.operator, self.inputs, self.constants, self.options)
-        found = replays.replay(*call)
-        if found is None:
-            self.check()
-            found = replays.run(*call)
-        data, scale, *others = found
+        data, scale, *others = replays.call(*call, self.check)
         return RowCodes(data, scale, self.group, self.shape, self.dtype), others
 
-    def multiplied(self, replays: ReplayCache, weights: Operands, options: Options) -> list[Tensor]:
-        """Return the product of the codes and a layer's weight, and the other results.
+    def then_multiply(self, options: Options) -> tuple[Operator, Options]:
+        """Return operator and options of this call with the product of its codes behind it.
 
-        ``weights`` are weight, scale and bias; ``options`` are those of ``LINEAR`` for the layer.
+        Weight, scale and bias of a layer follow the constants of the call; ``options`` are those of
+        ``LINEAR`` for the layer.
         """
-        operator, constants = then_multiply(self.operator), (*self.constants, *weights)
-        call = (operator, self.inputs, constants, (self.options, options_of_codes(self, options)))
-        found: list[Tensor] | None = replays.replay(*call)
-        if found is None:
-            self.check()
-            found = replays.run(*call)
-        return found
+        return then_multiply(self.operator), (self.options, options_of_codes(self, options))
 
 
 @functools.cache

@@ -326,7 +326,9 @@ def _produced(module: Producer, x: Tensor) -> Iterator[Tensor]:
     yield module(x)
     if isinstance(module, FusedNorm) and module.formula.kind == "rms_norm":
         # a residual added in the same pass is another kernel
-        yield module(module.add(x, torch.zeros_like(x)))
+        call = module.codes_of_sum(x, torch.zeros_like(x))
+        if call is not None:
+            yield module(module.add(call))
 
 
 def _input(layer: nn.Linear, lead: tuple[int, int]) -> Tensor:

@@ -96,15 +96,25 @@ class ReplayCache(dict[Key, Entry]):
     """Calls of one owner, by key; copies and pickles of it are empty."""
 
     def call(
-        self, operator: Operator, inputs: Sequence[Tensor], constants: Operands, options: Options
+        self,
+        operator: Operator,
+        inputs: Sequence[Tensor],
+        constants: Operands,
+        options: Options,
+        check: Callable[[], object] | None = None,
     ) -> Any:
         """Compute, by a recording if there is one that fits.
 
         ``inputs`` are tensors that are others at every call, ``constants`` those that stay, as a
-        rule: weights, scales and biases; ``options`` are whatever else the result depends on.
+        rule: weights, scales and biases; ``options`` are whatever else the result depends on. Where
+        no recording fits, ``check`` raises for arguments that do not fit.
         """
         result = self.replay(operator, inputs, constants, options)
-        return self.run(operator, inputs, constants, options) if result is None else result
+        if result is not None:
+            return result
+        if check is not None:
+            check()
+        return self.run(operator, inputs, constants, options)
 
     def replay(
         self, operator: Operator, inputs: Sequence[Tensor], constants: Operands, options: Options
