@@ -274,6 +274,13 @@ def bad_value(value: float) -> nn.Linear:
     return layer
 
 
+def partitioned() -> nn.Module:
+    layer = nn.Linear(D, D)
+    whole, layer.weight = layer.weight, nn.Parameter(torch.empty(0))
+    layer.weight.ds_tensor = whole.detach()  # type: ignore[attr-defined]
+    return layer
+
+
 OBSTACLES = {
     "subclass": (lambda: Odd(D, D), "Odd is a subclass of nn.Linear that computes something else"),
     "more-than-linear": (lambda: Tagged(D, D), "Tagged is a subclass of nn.Linear and has more"),
@@ -291,6 +298,10 @@ OBSTACLES = {
         "its weight is torch.complex64",
     ),
     "double": (lambda: nn.Linear(D, D).double(), "its weight is torch.float64"),
+    "partitioned": (
+        partitioned,
+        "DeepSpeed's ZeRO 3 has split its weight; convert the",
+    ),
     "narrow": (lambda: nn.Linear(D, 8), "too small to gain"),
     "small": (lambda: nn.Linear(64, 64), "too small to gain"),
     "nan": (lambda: bad_value(torch.nan), "its weight holds NaN or infinities"),

@@ -37,6 +37,10 @@ _SHARDED = (
     "fully_shard or FullyShardedDataParallel has split its weight; convert the model first and "
     "shard it then, by the latter with ignored_states= for what is frozen"
 )
+_PARTITIONED = (
+    "DeepSpeed's ZeRO 3 has split its weight; convert the model within "
+    "deepspeed.zero.GatheredParameters, before deepspeed.initialize"
+)
 # modules of torch that multiply by the weights of their layers without calling these
 _READERS: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: "multiplies by the weight itself, in one function for all of attention",
@@ -180,6 +184,9 @@ def _of_state(module: nn.Module) -> str:
         return ALREADY
     if getattr(module, "_is_fsdp_managed_module", False):
         return _SHARDED
+    weight = module._parameters.get("weight")
+    if weight is not None and hasattr(weight, "ds_tensor") and weight.numel() == 0:
+        return _PARTITIONED
     if parametrize.is_parametrized(module):
         return "its weight is parametrized; remove the parametrization first"
     if "weight" not in module._parameters or vars(module).get("bias") is not None:
