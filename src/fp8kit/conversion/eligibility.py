@@ -231,7 +231,7 @@ def _held_in_parts(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
 
     Whatever holds the layer itself runs what it becomes; these stay those of its dense class.
     """
-    of_every_module = vars(nn.Module()).keys() - {"_buffers"}
+    of_every_module = vars(nn.Module()).keys() - {"_buffers"} | {"extra_repr"}
     owners = {
         address: module
         for module in model.modules()
@@ -262,7 +262,7 @@ def _parts_of_layers(
     owner: Any = value.__self__ if isinstance(value, types.MethodType) else None
     if is_linear(owner):
         if value.__func__ is not nn.Module.__call__:  # which looks forward up
-            yield owner, value.__name__
+            yield owner, getattr(value, "__name__", "method")  # of a partial, which has none
     elif isinstance(value, torch.Tensor):
         yield from ((owners[a], "weight") for a in _addresses(value) if a in owners)
     elif depth and not isinstance(value, (nn.Module, type, types.ModuleType)):
