@@ -210,6 +210,7 @@ def test_mistral_is_told_by_its_tensors() -> None:
         ({"quant_method": "gptq"}, "quant_method = 'gptq'. This version reads compressed-tensors"),
         ({"quant_method": "quanto"}, "was written by quanto"),
         ({"bits": 4}, "quant_method = None"),
+        ({"fp8_config": "E4M3", "scale_method": "maxabs_hw"}, r"weights lie as \[K, N\]"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(config: dict[str, Any], message: str) -> None:
