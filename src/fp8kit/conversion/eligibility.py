@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -128,6 +129,8 @@ class Eligibility:
         return ""
 
     def _of_owner(self, weight: nn.Parameter) -> str:
+        if isinstance(weight, FakeTensor):
+            return "its weight is a FakeTensor, which has no values"
         if is_traceable_wrapper_subclass(weight):
             kind = type(weight)
             return f"its weight is a {kind.__name__} of {kind.__module__.partition('.')[0]}"
@@ -308,5 +311,6 @@ def _addresses(tensor: torch.Tensor) -> Iterator[int]:
     """Give the address of a tensor, and that of its numbers, which views have in common."""
     yield id(tensor)
     plain = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
-    if plain and not tensor.is_meta and not is_lazy(tensor) and tensor.numel():
+    valueless = tensor.is_meta or isinstance(tensor, FakeTensor) or is_lazy(tensor)
+    if plain and not valueless and tensor.numel():
         yield tensor.data_ptr()
