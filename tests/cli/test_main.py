@@ -521,6 +521,13 @@ def as_shards(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
+def as_processes(folder: Path) -> None:
+    for i in (1, 2):
+        name = f"shard-0000{i}-model-00001-of-00001.safetensors"
+        shutil.copy(NANO / "model.safetensors", folder / name)
+    (folder / "model.safetensors").unlink()
+
+
 def as_pipeline(folder: Path) -> None:
     (folder / "transformer").mkdir()
     (folder / "model.safetensors").rename(folder / "transformer" / "model.safetensors")
@@ -542,15 +549,18 @@ def as_quanto(folder: Path) -> None:
         (as_pointer, ["model.safetensors is a git-LFS pointer", "Get them with git lfs pull"]),
         (lambda d: (d / "config.json").write_text(POINTER), ["config.json is a git-LFS pointer"]),
         (as_other("nano-q4.gguf"), ["only nano-q4.gguf: that is GGUF", "Start from the model"]),
+        (as_other("__0_0.distcp"), ["only __0_0.distcp: that is a part of what torch.distributed"]),
         (as_other("pytorch_model.bin"), ["only pytorch_model.bin: that is a pickle"]),
         (lambda d: (d / "model.safetensors").unlink(), ["complete the download"]),
         (as_shards, ["and no model.safetensors.index.json", "Download the index too"]),
+        (as_processes, ["2 processes wrote by torch.distributed", "enable_consolidation=True"]),
         (with_a_missing_shard, ["model-00002-of-00002.safetensors is missing"]),
         (as_pipeline, ["transformer inside it does", "Pass one of its folders"]),
         (as_quanto, ["was written by quanto", "high-precision checkpoint"]),
         (lambda d: os.truncate(d / "model.safetensors", 900), ["model.safetensors is damaged"]),
     ],
-    ids="lfs lfs-config gguf pickle nothing no-index no-shard pipeline quanto truncated".split(),
+    ids="lfs lfs-config gguf distcp pickle nothing no-index processes no-shard pipeline quanto "
+    "truncated".split(),
 )
 def test_a_folder_that_is_no_checkpoint(
     change: Callable[[Path], None], said: list[str], tmp_path: Path
@@ -562,6 +572,15 @@ def test_a_folder_that_is_no_checkpoint(
         assert all(words in text for words in said), text
         assert "pickle" not in text or "pickle" in said[0]
     assert os.listdir(tmp_path) == ["source"]
+
+
+def test_what_one_of_many_processes_wrote_is_no_checkpoint(tmp_path: Path) -> None:
+    as_processes(shutil.copytree(NANO, tmp_path / "source"))
+    one = tmp_path / "source" / "shard-00001-model-00001-of-00001.safetensors"
+    for command in (("inspect",), ("plan",), ("quantize", tmp_path / "out")):
+        assert "these have some rows of each" in failure(run(command[0], one, *command[1:]))
+    one.with_name(one.name.replace("00001", "00002", 1)).unlink()
+    assert run("inspect", one).exit_code == 0
 
 
 def test_a_path_that_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -228,6 +229,7 @@ HELD_PARTS: dict[str, Callable[[nn.Module], Any]] = {
     "object": lambda layer: Step(layer.forward),  # type: ignore[arg-type]
     "function": lambda layer: (lambda f: lambda x: f(x))(layer.forward),
     "weak proxy": lambda layer: [weakref.proxy(layer).forward],
+    "method of a partial": lambda layer: types.MethodType(functools.partial(torch.relu), layer),
     "weight": lambda layer: {"weights": [layer.weight]},
     "view of the weight": lambda layer: layer.weight.t(),
     "part of the weight": lambda layer: [layer.weight.detach()[:64]],
@@ -236,12 +238,22 @@ HELD_PARTS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("kind", HELD_PARTS)
 def test_a_layer_of_which_a_part_is_held_stays_dense(kind: str) -> None:
-    model, part = Listing("list"), "weight" if "weight" in kind else "forward"
+    model = Listing("list")
+    part = next((word for word in ("weight", "method") if word in kind), "forward")
     model.steps = HELD_PARTS[kind](model.proj)
     report = fp8kit.convert(model)
     assert [r.name for r in report.converted] == ["other"]
     reasons = {r.name: r.reason for r in report.skipped}
     assert reasons["proj"].startswith(f"Listing holds its {part} in steps, which stays dense")
+
+
+def test_how_a_layer_is_printed_is_no_part_of_it() -> None:
+    """torchao says of a layer in what form its weight is."""
+    model = Listing("list")
+    describe = types.MethodType(functools.partial(lambda text, layer: text, "int8"), model.proj)
+    model.proj.extra_repr = describe  # type: ignore[method-assign]
+    assert len(fp8kit.convert(model).converted) == 2
+    assert "scheme=FP8_DYNAMIC" in str(model.proj)
 
 
 def test_a_tensor_without_a_shape_may_be_held() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrizations, prune
 
 import backend_tables
@@ -274,6 +275,18 @@ def bad_value(value: float) -> nn.Linear:
     return layer
 
 
+def partitioned() -> nn.Module:
+    layer = nn.Linear(D, D)
+    whole, layer.weight = layer.weight, nn.Parameter(torch.empty(0))
+    layer.weight.ds_tensor = whole.detach()  # type: ignore[attr-defined]
+    return layer
+
+
+def fake() -> nn.Module:
+    with FakeTensorMode():
+        return nn.Linear(D, D)
+
+
 OBSTACLES = {
     "subclass": (lambda: Odd(D, D), "Odd is a subclass of nn.Linear that computes something else"),
     "more-than-linear": (lambda: Tagged(D, D), "Tagged is a subclass of nn.Linear and has more"),
@@ -291,6 +304,11 @@ OBSTACLES = {
         "its weight is torch.complex64",
     ),
     "double": (lambda: nn.Linear(D, D).double(), "its weight is torch.float64"),
+    "partitioned": (
+        partitioned,
+        "DeepSpeed's ZeRO 3 has split its weight; convert the",
+    ),
+    "fake": (fake, "its weight is a FakeTensor, which has no values"),
     "narrow": (lambda: nn.Linear(D, 8), "too small to gain"),
     "small": (lambda: nn.Linear(64, 64), "too small to gain"),
     "nan": (lambda: bad_value(torch.nan), "its weight holds NaN or infinities"),

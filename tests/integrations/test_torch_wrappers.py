@@ -219,6 +219,18 @@ def test_fully_shard_gathers_codes(mesh: Any, tmp_path: Path) -> None:
         fp8kit.save(model, tmp_path / "saved")
 
 
+def test_what_is_sharded_is_not_loaded_into(mesh: Any, tmp_path: Path) -> None:
+    model = Adapted().base
+    whole = copy.deepcopy(model.state_dict())
+    fp8kit.save(model, tmp_path / "saved")
+    fully_shard(model, mesh=mesh)
+    for load in (fp8kit.load, lambda _, model: fp8kit.load_weights(model, whole)):
+        with pytest.raises(
+            CheckpointError, match=r"0\.bias, .* are sharded over several proc.*Load"
+        ):
+            load(tmp_path / "saved", model)
+
+
 def test_what_was_gathered_of_fully_shard_is_saved(mesh: Any, tmp_path: Path) -> None:
     model = llama()
     fp8kit.convert(model)

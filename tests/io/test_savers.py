@@ -653,11 +653,13 @@ def test_diffusers_saves_a_part_that_was_converted_and_a_copy(tmp_path: Path) ->
     assert json.loads((tmp_path / "c/config.json").read_text()).get("quantization_config") is None
 
 
-def test_the_mixin_of_huggingface_hub_loads_what_it_saves(tmp_path: Path) -> None:
-    model: Any = plain()
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "FP8_WEIGHT_ONLY"])
+def test_the_mixin_of_huggingface_hub_loads_what_it_saves(scheme: str, tmp_path: Path) -> None:
+    model: Any = plain(scheme)
     model.save_pretrained(tmp_path)
     loaded = Plain.from_pretrained(tmp_path)
     assert loaded is not model
+    assert loaded.out.scheme == model.out.scheme  # codes alone say nothing of activations
     assert_same_tensors(loaded.bfloat16(), model)
     assert torch.equal(loaded(IDS), model(IDS))
     dense = Plain()

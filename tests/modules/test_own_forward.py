@@ -236,3 +236,16 @@ def test_a_class_within_a_fused_module_that_is_patched_later_is_followed(
         expected = separate(**inputs(kind))[0]
         for model in (fused, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
             assert_bits_equal(model(**inputs(kind))[0], expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compressed_tensors_offloads_a_model() -> None:
+    """It wraps each module's ``forward`` by its function, as every method has one."""
+    offload = pytest.importorskip("compressed_tensors.offload")
+    model: Any = made("Llama")
+    fp8kit.convert(model)
+    assert any(isinstance(vars(m).get("forward"), ModuleForward) for m in model.modules())
+    with torch.no_grad():
+        expected = model(IDS).logits
+        offload.offload_model(model, torch.device("cpu"))
+        assert_bits_equal(model(IDS).logits, expected)

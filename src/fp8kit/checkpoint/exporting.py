@@ -69,7 +69,7 @@ def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:
             "Keep such state outside of the state_dict (get_extra_state, or a buffer with "
             "persistent=False), or as plain tensors.",
         )
-    absent = [n for n, t in state.items() if t.is_meta or _is_distributed(t)]
+    absent = [n for n, t in state.items() if t.is_meta or is_distributed(t)]
     if absent:
         raise CheckpointError(
             f"{', '.join(absent[:5])} {'is' if len(absent) == 1 else 'are'} on the meta device"
@@ -218,6 +218,7 @@ def _unheld(held: object) -> str:
     return "" if held.layout == torch.strided else f"a tensor of layout {held.layout}"
 
 
-def _is_distributed(tensor: Tensor) -> bool:
+def is_distributed(tensor: Tensor) -> bool:
+    """Return whether a tensor is a ``DTensor``, of which each process holds a part."""
     # by name: importing torch.distributed.tensor takes longer than everything else here together
     return any(c.__name__ == "DTensor" for c in type(tensor).__mro__)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -36,6 +37,10 @@ _DISPATCHED = (
 _SHARDED = (
     "fully_shard or FullyShardedDataParallel has split its weight; convert the model first and "
     "shard it then, by the latter with ignored_states= for what is frozen"
+)
+_PARTITIONED = (
+    "DeepSpeed's ZeRO 3 has split its weight; convert the model within "
+    "deepspeed.zero.GatheredParameters, before deepspeed.initialize"
 )
 # modules of torch that multiply by the weights of their layers without calling these
 _READERS: dict[type[nn.Module], str] = {
@@ -124,6 +129,8 @@ class Eligibility:
         return ""
 
     def _of_owner(self, weight: nn.Parameter) -> str:
+        if isinstance(weight, FakeTensor):
+            return "its weight is a FakeTensor, which has no values"
         if is_traceable_wrapper_subclass(weight):
             kind = type(weight)
             return f"its weight is a {kind.__name__} of {kind.__module__.partition('.')[0]}"
@@ -180,6 +187,9 @@ def _of_state(module: nn.Module) -> str:
         return ALREADY
     if getattr(module, "_is_fsdp_managed_module", False):
         return _SHARDED
+    weight = module._parameters.get("weight")
+    if weight is not None and hasattr(weight, "ds_tensor") and weight.numel() == 0:
+        return _PARTITIONED
     if parametrize.is_parametrized(module):
         return "its weight is parametrized; remove the parametrization first"
     if "weight" not in module._parameters or vars(module).get("bias") is not None:
@@ -224,7 +234,7 @@ def _held_in_parts(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
 
     Whatever holds the layer itself runs what it becomes; these stay those of its dense class.
     """
-    of_every_module = vars(nn.Module()).keys() - {"_buffers"}
+    of_every_module = vars(nn.Module()).keys() - {"_buffers"} | {"extra_repr"}
     owners = {
         address: module
         for module in model.modules()
@@ -255,7 +265,7 @@ def _parts_of_layers(
     owner: Any = value.__self__ if isinstance(value, types.MethodType) else None
     if is_linear(owner):
         if value.__func__ is not nn.Module.__call__:  # which looks forward up
-            yield owner, value.__name__
+            yield owner, getattr(value, "__name__", "method")  # of a partial, which has none
     elif isinstance(value, torch.Tensor):
         yield from ((owners[a], "weight") for a in _addresses(value) if a in owners)
     elif depth and not isinstance(value, (nn.Module, type, types.ModuleType)):
@@ -301,5 +311,6 @@ def _addresses(tensor: torch.Tensor) -> Iterator[int]:
     """Give the address of a tensor, and that of its numbers, which views have in common."""
     yield id(tensor)
     plain = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
-    if plain and not tensor.is_meta and not is_lazy(tensor) and tensor.numel():
+    valueless = tensor.is_meta or isinstance(tensor, FakeTensor) or is_lazy(tensor)
+    if plain and not valueless and tensor.numel():
         yield tensor.data_ptr()

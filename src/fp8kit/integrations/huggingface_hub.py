@@ -1,6 +1,7 @@
 """huggingface_hub's mixin, whose ``from_pretrained`` fills the dense model that a class builds.
 
-It copies FP8 codes into dense weights as if they were numbers, and passes over their scales.
+It copies FP8 codes into dense weights as if they were numbers, and passes over their scales; and it
+has no place for the schemes of layers, which its files get in their header.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.constants import SAFETENSORS_SINGLE_FILE
 from huggingface_hub.hub_mixin import PyTorchModelHubMixin
 from safetensors import safe_open
+from safetensors.torch import save_model
 
 from fp8kit.errors import UnsupportedError
-from fp8kit.modules.libraries import on_demand
+from fp8kit.modules.libraries import on_demand, run_through
 
-_load = on_demand("fp8kit.io.models", "load")  # the mixin is told when fp8kit is imported
+# the mixin is told when fp8kit is imported
+_load = on_demand("fp8kit.io.models", "load")
+_described = on_demand("fp8kit.integrations.quantizer_of_layers", "described")
 
 
 def tell() -> None:
@@ -32,6 +37,16 @@ def tell() -> None:
         return _load(Path(model_file), model, device=map_location, strict=strict).eval()
 
     setattr(PyTorchModelHubMixin, "_load_as_safetensor", classmethod(load))  # noqa: B010
+    run_through(PyTorchModelHubMixin, "_save_pretrained", _save)
+
+
+def _save(own: Any, self: Any, save_directory: Path) -> None:
+    model = self.module if hasattr(self, "module") else self
+    if schemes := _described(model):
+        file = str(save_directory / SAFETENSORS_SINGLE_FILE)
+        save_model(model, file, metadata={"fp8kit": schemes})
+    else:
+        own(self, save_directory)
 
 
 def _holds_codes(file: str) -> bool:

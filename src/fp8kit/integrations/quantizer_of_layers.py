@@ -1,13 +1,17 @@
-"""What libraries need from a model with FP8 layers: its quantizer, and its dense form."""
+"""What libraries need from a model with FP8 layers: quantizer, schemes, and its dense form."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from fp8kit.checkpoint.dialects import JsonObject, scheme_of
+from fp8kit.checkpoint.dialects.by_layer import plain
+from fp8kit.checkpoint.schema.naming import named
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.fused_producers import Fused
 from fp8kit.modules.hooks import become, own_names
@@ -36,6 +40,20 @@ class QuantizerOfLayers:
         if layer is None:
             raise AttributeError(f"{type(model).__name__} has no FP8 layers.")
         return self.make(layer)
+
+
+def described(model: nn.Module) -> str:
+    """Return as JSON the scheme of each FP8 layer and stack of a model; empty if it has none."""
+    found: dict[str, str | JsonObject] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Fp8Linear):
+            found[name] = plain(module.scheme)
+        elif isinstance(module, ExpertTensors):
+            scheme = module.scheme
+            if scheme.rebased:  # exponents of stacks are not read back: what they are without
+                scheme = scheme_of(scheme.weight, scheme.activation)
+            found |= {named(name, stack): plain(scheme) for stack in module.stacks.names}
+    return json.dumps(found) if found else ""
 
 
 def restore_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:

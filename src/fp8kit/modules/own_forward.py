@@ -78,6 +78,11 @@ class ModuleForward:
             )
         return module
 
+    @property
+    def __func__(self) -> Any:
+        """What a method has, for libraries that wrap it: the class's ``forward``."""
+        return type(self.module).forward
+
     def replica(self) -> nn.Module:
         """Replicate the module for ``DataParallel``: what this holds is on another GPU."""
         return _replica(self.module)

@@ -187,6 +187,7 @@ def test_mistral_is_told_by_its_tensors() -> None:
         (FP8 | {"activation_scheme": "magic"}, "activation_scheme = 'magic'"),
         (FP8 | {"fmt": "e5m2"}, "fmt = 'e5m2'"),
         (FP8 | {"scale_fmt": 3}, "scale_fmt = 3"),
+        (FP8 | {"weight_scale_semantics": "inverse"}, "absent, for scales that multiply"),
         (FP8 | {"weight_block_size": [128]}, r"weight_block_size = \[128\]"),
         (FP8 | {"weight_block_size": [0, 128]}, "two positive integers"),
         (FP8 | {"weight_block_size": "big"}, "two positive integers"),
@@ -209,6 +210,7 @@ def test_mistral_is_told_by_its_tensors() -> None:
         ({"quant_method": "gptq"}, "quant_method = 'gptq'. This version reads compressed-tensors"),
         ({"quant_method": "quanto"}, "was written by quanto"),
         ({"bits": 4}, "quant_method = None"),
+        ({"fp8_config": "E4M3", "scale_method": "maxabs_hw"}, r"weights lie as \[K, N\]"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(config: dict[str, Any], message: str) -> None:

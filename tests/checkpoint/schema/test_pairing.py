@@ -71,6 +71,15 @@ def test_a_layer_whose_input_is_scaled_before_it_is_quantized(quantization: Any)
     assert not read(config, a__weight=W, b__pre_quant_scale=(BF16, (128,)), **scales).problems
 
 
+@pytest.mark.parametrize("quantization", [None, BLOCK])
+@pytest.mark.parametrize("name", ["a.weight", "a.qweight"])
+def test_an_integer_weight_is_no_weight_in_high_precision(quantization: Any, name: str) -> None:
+    other = {"b__weight": W, "b__weight_scale_inv": (F32, (2, 1))} if quantization else {}
+    steps = {"norm__weight": (torch.int64, (3,)), "a__SCB": (F32, (256,))}
+    text = problem(read(quantization, **other, **steps, **{name: (torch.int8, (256, 128))}))
+    assert text.startswith(f"{name} is torch.int8. Weights are read that are FP8")
+
+
 @pytest.mark.parametrize("weight", [None, (BF16, (256, 128))])
 def test_a_scale_without_its_weight(weight: Kind | None) -> None:
     kinds = {"a__weight": weight} if weight else {}

@@ -74,6 +74,13 @@ def detect(source: Source) -> Dialect | None:
             "Start from the high-precision checkpoint that it was made of.",
         )
     found = source.quantization
+    if {"fp8_config", "scale_method"} <= found.keys():
+        raise CheckpointError(
+            "The quantization config has fp8_config and scale_method, as Intel Neural Compressor "
+            "writes them.",
+            "Its weights lie as [K, N], and those that are read as [N, K].",
+            "Save the model with its format='vllm', which turns them.",
+        )
     rotated = [key for key in ("rotation_config", "spinquant_config") if found.get(key)]
     algorithms = found.get("algo_config") or ()
     for algorithm in algorithms if isinstance(algorithms, list) else ():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -266,6 +267,17 @@ def objects(config: JsonObject, key: str) -> JsonObject:
     if not isinstance(found, dict):
         raise broken(key, found, "an object or null")
     return found
+
+
+def object_in(place: str, found: object) -> JsonObject:
+    """Return an object that a file has in its header, also as a text that holds it as JSON."""
+    try:
+        read = json.loads(found) if isinstance(found, str) else found
+    except (ValueError, RecursionError):
+        read = None
+    if not isinstance(read, dict):
+        raise broken(place, found, "a JSON object", file="The file")
+    return read
 
 
 def block_shape(config: JsonObject) -> GroupShape | None:

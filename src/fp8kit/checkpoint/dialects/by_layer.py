@@ -1,7 +1,8 @@
-"""Our own format in a diffusers model: each FP8 layer by name, with its scheme.
+"""Our own format in models of diffusers and the hub's mixin: each FP8 layer, with its scheme.
 
 diffusers has no public format that holds FP8 layers. What it writes with the quantization method
-``fp8kit`` has the names and shapes of ``Fp8Linear``, and loads nowhere else without an error.
+``fp8kit`` has the names and shapes of ``Fp8Linear``, and loads nowhere else without an error. The
+mixin of huggingface_hub has no config of that kind: its files say the same in their header.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def schemes_of(layers: Mapping[str, str | JsonObject]) -> dict[str, Scheme]:
 
 
 def _parse(source: Source) -> Announcement:
-    schemes = schemes_of(base.objects(source.quantization, "layers"))
+    said = source.metadata.get(METHOD)
+    layers = base.object_in(METHOD, said) if said else base.objects(source.quantization, "layers")
+    schemes = schemes_of(layers)
 
     def numbers(layer: str) -> Numbers:
         if layer not in schemes:
@@ -63,4 +66,8 @@ def _parse(source: Source) -> Announcement:
     return Announcement(numbers)
 
 
-BY_LAYER = Dialect(METHOD, lambda source: source.method == METHOD, _parse)
+def _detect(source: Source) -> bool:
+    return source.method == METHOD or METHOD in source.metadata
+
+
+BY_LAYER = Dialect(METHOD, _detect, _parse)

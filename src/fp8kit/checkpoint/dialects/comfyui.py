@@ -8,11 +8,10 @@ tiles of 128x4, as tensor cores read them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 
 from fp8kit.checkpoint.dialects import base
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Numbers, Source
 from fp8kit.formats import GroupShape
 
 METADATA = "_quantization_metadata"
@@ -31,15 +30,15 @@ def _detect(source: Source) -> bool:
 
 
 def _parse(source: Source) -> Announcement:
-    said = _object(METADATA, source.metadata.get(METADATA, "{}"))
-    layers = _object(f"{METADATA}: layers", said.get("layers", {}))
+    said = base.object_in(METADATA, source.metadata.get(METADATA, "{}"))
+    layers = base.object_in(f"{METADATA}: layers", said.get("layers", {}))
     # a file of several models has a marker for each
     markers = [n for n in source.kinds if n.rpartition(".")[2] == MARKER]
     exact_in = tuple(n.removesuffix(MARKER) for n in markers if source.kinds[n][1] == (2,))
 
     def numbers(layer: str) -> Numbers:
         place = f"{layer}.{ENTRY}".lstrip(".")
-        entry = _object(place, source.metadata.get(place, layers.get(layer, {})))
+        entry = base.object_in(place, source.metadata.get(place, layers.get(layer, {})))
         _check_format(layer, entry.get("format"), source)
         exact = layer.startswith(exact_in) or bool(entry.get("full_precision_matrix_mult"))
         side = entry.get("group_size") if str(entry.get("format")).endswith("_blockwise") else None
@@ -47,17 +46,6 @@ def _parse(source: Source) -> Announcement:
         return Numbers(square, static=None, weight_only=True, swizzled=True, unscaled=exact)
 
     return Announcement(numbers)
-
-
-def _object(place: str, found: object) -> JsonObject:
-    """Return an object, or what a text holds as JSON."""
-    try:
-        read = json.loads(found) if isinstance(found, str) else found
-    except (ValueError, RecursionError):
-        read = None
-    if not isinstance(read, dict):
-        raise base.broken(place, found, "a JSON object", file="The file")
-    return read
 
 
 def _check_format(layer: str, form: object, source: Source) -> None:

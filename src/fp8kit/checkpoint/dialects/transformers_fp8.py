@@ -66,6 +66,8 @@ def fp8_numbers(found: JsonObject) -> Numbers:
     """
     activation = base.choice(found, "activation_scheme", ("dynamic", "static", None))
     base.choice(found, "fmt", ("e4m3", "float8_e4m3fn", None))
+    if (said := found.get(key := "weight_scale_semantics")) is not None:  # GPTQModel divides
+        raise base.broken(key, said, "absent, for scales that multiply", base.OTHER_FORMAT)
     ue8m0 = base.choice(found, "scale_fmt", ("ue8m0", "float", None)) == "ue8m0"
     block = base.block_shape(found)
     static = activation == "static"

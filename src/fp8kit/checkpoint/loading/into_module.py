@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fp8kit.checkpoint.cache_scales import keep_cache_scales
-from fp8kit.checkpoint.exporting import AS_CONV1D
+from fp8kit.checkpoint.exporting import AS_CONV1D, is_distributed
 from fp8kit.checkpoint.loading.expected import Layers, check_fit, expected_state, shapes_of, ties
 from fp8kit.checkpoint.loading.expert_layers import Experts, experts_in_checkpoint
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme, other_scheme
@@ -155,6 +155,12 @@ def begin(
             if reason := rearranged(module.expert_map, module.num_experts, name):
                 raise CheckpointError(reason)
     wanted = expected_state(model, layers)
+    if sharded := [name for name, tensor in wanted.items() if is_distributed(tensor)]:
+        raise CheckpointError(
+            f"{some_of(sharded)} of {type(model).__name__} are sharded over several processes.",
+            "Tensors are loaded whole.",
+            "Load the model first, and shard it then.",
+        )
     layers.ties = ties(wanted)
     shapes = shapes_of(wanted)
     for name, layer in layers.made.items():

@@ -53,6 +53,7 @@ def interpret(source: Source) -> Reading:
         if dialect is None:
             coded = [n for n, (dtype, _) in sorted(source.kinds.items()) if dtype in CODES]
             problems = [_stray(n, source.kinds[n][0]) for n in coded]
+            problems += _integers(source.kinds, source.kinds)
             return Reading(tensors={n: n for n in source.kinds}, problems=problems)
         announced = dialect.parse(source)
     except CheckpointError as error:
@@ -65,6 +66,8 @@ def interpret(source: Source) -> Reading:
         return found
     for name in names.stray:
         found.problems.append(_stray(name, source.kinds[name][0]))
+    unscaled = (n for n in names.plain if n.rpartition(".")[0] not in names.layers)
+    found.problems += _integers(unscaled, source.kinds)
     unset = [n for n, parts in names.layers.items() if _is_unset(n, parts, source, announced)]
     if unset:
         announced = _ignoring(announced, "Scales beside weights in high precision", unset)
@@ -106,6 +109,21 @@ def _stray(name: str, dtype: torch.dtype) -> str:
         f"{name} is {dtype} and is not the weight of a layer.",
         "Only weights, as X.weight or stacks of experts, are FP8 float8_e4m3fn.",
         "Export the model again with this tensor in high precision.",
+    )
+
+
+def _integers(names: Iterable[str], kinds: Kinds) -> list[str]:
+    """Refuse weights that loaders would take for numbers, as a cast of theirs to floats is easy."""
+    held = ((name, *kinds[name]) for name in names if name.endswith("weight"))
+    return [_integer(n, d) for n, d, s in held if not d.is_floating_point and len(s) > 1]
+
+
+def _integer(name: str, dtype: torch.dtype, beside: str = "") -> str:
+    return teach(
+        f"{name} is {dtype}{beside}.",
+        "Weights are read that are FP8 (float8_e4m3fn), not INT8 or INT4; FP4 in the layouts that "
+        "docs/checkpoints.md lists.",
+        "Start from the high-precision checkpoint that it was made of.",
     )
 
 
@@ -249,12 +267,7 @@ def _pairing_problems(name: str, parts: Parts, kinds: Kinds) -> Iterator[str]:
     if not parts.weight:
         packed = next((n for n in (weight, named(name, "_weight_qdata")) if n in kinds), "")
         if packed and not kinds[packed][0].is_floating_point:
-            yield teach(
-                f"{packed} is {kinds[packed][0]}, with scales beside it.",
-                "Weights are read that are FP8 (float8_e4m3fn), not INT8 or INT4; FP4 in the "
-                "layouts that docs/checkpoints.md lists.",
-                "Start from the high-precision checkpoint that it was made of.",
-            )
+            yield _integer(packed, kinds[packed][0], ", with scales beside it")
             return
         held = kinds[weight][0] if weight in kinds else None
         beside = f", but one of {held}" if held else ""

@@ -19,6 +19,12 @@ _OTHERS = {
         "Weights are read from safetensors.",
         "Start from the model it was made of, in bf16 and safetensors.",
     ),
+    ".distcp": (
+        "a part of what torch.distributed.checkpoint writes, also for Megatron and NeMo.",
+        "Weights are read from safetensors.",
+        "Export it with the library that wrote it, or fill the model by "
+        "torch.distributed.checkpoint.load and convert it.",
+    ),
     **dict.fromkeys(
         (".bin", ".pt", ".pth", ".ckpt", ".pkl"),
         (
@@ -29,6 +35,7 @@ _OTHERS = {
         ),
     ),
 }
+_OF_PROCESS = re.compile(r"shard-(\d{5})-.+\.safetensors")
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
 # owner/name, as hubs write it, or a name without a dot; what begins with .. or a slash is meant
 # as a path, and Path leaves one slash where an address has two
@@ -55,6 +62,8 @@ def check_source(path: str | Path) -> None:
             raise _absent(place)
         elif place.suffix != ".safetensors":
             raise _other_file(place)
+        elif _OF_PROCESS.fullmatch(place.name) and (split := _split(place.parent)):
+            raise split
     except OSError as error:
         raise CheckpointError(
             f"{place} cannot be opened: {error.strerror}.",
@@ -100,7 +109,7 @@ def no_weights(folder: Path) -> CheckpointError:
     files = sorted(p.name for p in folder.iterdir() if p.is_file() or p.is_symlink())
     shards = [n for n in files if n.endswith(".safetensors")]
     if shards:
-        return _several(folder, shards)
+        return _split(folder) or _several(folder, shards)
     inner = sorted(
         {p.parent for n in ("*", "snapshots/*") for p in folder.glob(f"{n}/*.safetensors")}
     )
@@ -167,6 +176,20 @@ def _other_file(place: Path) -> CheckpointError:
 def _of_another_form(name: str, what: str) -> CheckpointError | None:
     form, *rest = _OTHERS.get(Path(name).suffix.lower(), ("",))
     return CheckpointError(f"{what}: that is {form}", *rest) if form else None
+
+
+def _split(folder: Path) -> CheckpointError | None:
+    """Tell files of which each process wrote its own rows, under the names of all tensors."""
+    names = (_OF_PROCESS.fullmatch(p.name) for p in folder.glob("shard-*"))
+    processes = {m[1] for m in names if m is not None}
+    if len(processes) < 2:
+        return None
+    return CheckpointError(
+        f"{folder} holds what {len(processes)} processes wrote by torch.distributed.checkpoint.",
+        "A file of a checkpoint has whole tensors; these have some rows of each.",
+        "Save with HuggingFaceStorageWriter(..., enable_consolidation=True), or load them by "
+        "HuggingFaceStorageReader.",
+    )
 
 
 def _several(folder: Path, shards: Sequence[str]) -> CheckpointError:
