@@ -100,6 +100,7 @@ def main(way: str, small: str, large: str) -> None:
     for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
         malloc.mallopt(option, 65536)
     warm = WAYS[way](Path(small))
+    malloc.malloc_trim(0)  # so does what imports have freed: the load would fill it unseen
     Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
     before, own = resident("VmRSS"), resident("RssAnon")
     with Watched() as watched:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp8kit
 from fp8kit.checkpoint.storage.reader import open_checkpoint
-from fp8kit.formats import MX, QTensor
+from fp8kit.formats import MX, QTensor, Scheme
 from mx_checkpoints import CT, packed
 from numerics import assert_bits_equal
 from tiny_experts import tiny
@@ -106,6 +106,17 @@ def test_a_scheme_for_all_layers_of_a_mixed_checkpoint_is_refused(tmp_path: Path
         fp8kit.load(tmp_path / "a", Mixed((1, 1, 0)), scheme="FP8_DYNAMIC")
     loaded = fp8kit.load(tmp_path / "a", Mixed((1, 1, 0)), scheme="MXFP8_ROW_WEIGHT_ONLY")
     assert forms_in(loaded) == {"MXFP8_ROW_WEIGHT_ONLY": 1, "FP8_BLOCK": 1}
+
+
+def test_a_scheme_of_another_name_and_the_same_numbers_is_taken(tmp_path: Path) -> None:
+    kept = Scheme("MX_BY_16BIT", MX, None)
+    model = fp8kit.Fp8Linear.from_linear(nn.Linear(256, 256), kept)
+    fp8kit.save(nn.ModuleDict({"up": model}), tmp_path)
+    for name in ("MXFP8_WEIGHT_ONLY", kept):
+        loaded = fp8kit.load(tmp_path, nn.ModuleDict({"up": nn.Linear(256, 256)}), scheme=name)
+        assert forms_in(loaded) == {"FP8_MX_BY_16BIT": 1}
+    with pytest.raises(fp8kit.CheckpointError, match="is FP8_MX_BY_16BIT"):
+        fp8kit.load(tmp_path, nn.ModuleDict({"up": nn.Linear(256, 256)}), scheme="MXFP8")
 
 
 def with_fp4_experts(path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,6 +136,49 @@ def test_calls_that_differ_have_no_drift() -> None:
     found = {e.name: e for e in fp8kit.evaluate(model, dense, [torch.randn(2, 128)]).layers}
     assert found["a"].drift is None
     assert found["b"].drift is not None
+
+
+class Headed(nn.Module):
+    """A model with a head: its logits, and what a test makes of them."""
+
+    def __init__(self, classes: int, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(128, 128), nn.Linear(128, classes)
+        self.change = change
+
+    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        h = torch.sin(torch.arange(128) * (1.0 + input_ids[..., None]))
+        return SimpleNamespace(logits=self.change(self.head(self.body(h))))
+
+
+def evaluated(classes: int, change: Callable[[torch.Tensor], torch.Tensor]) -> fp8kit.Evaluation:
+    dense = Headed(classes, change)
+    return fp8kit.evaluate(converted(dense), dense, [{"input_ids": torch.arange(40).view(2, 20)}])
+
+
+def test_classes_of_tokens_are_no_tokens() -> None:
+    found = evaluated(16, lambda logits: logits)
+    assert found.kl is not None
+    assert found.perplexity is None
+    assert evaluated(64, lambda logits: logits).perplexity is not None
+
+
+def test_logits_that_a_mask_made_infinite() -> None:
+    shut = torch.arange(64) % 3 == 0
+    found = evaluated(64, lambda logits: logits.masked_fill(shut, -torch.inf))
+    low, high = sqnr_bounds("FP8_DYNAMIC")
+    assert low - 6 < found.output_sqnr < high
+    assert found.kl is not None
+    assert 0 < found.kl < 0.1
+
+
+def test_outputs_of_a_length_that_is_computed() -> None:
+    lengths = iter((3, 2))
+    found = evaluated(64, lambda logits: logits[:, : next(lengths)])
+    assert math.isnan(found.output_sqnr)
+    assert found.kl is None
+    assert [layer.name for layer in found.layers] == ["body"]
+    assert "output: SQNR nan dB" in str(found)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -330,8 +331,9 @@ def _check_request(
     held = checkpoint.spec.scheme if checkpoint.spec else None
     fits = wanted is None or held is None or wanted.stored == held
     every, mx = {layer.scheme for layer in checkpoint.layers.values()}, SCHEMES["MXFP8"]
-    if wanted is not None and not fits:
-        fits = mx in every and wanted.stored == mx
+    if wanted is not None and held is not None and not fits:
+        fits = replace(wanted, name=held.name) == held  # a preset, or one's own, of these numbers
+        fits |= mx in every and wanted.stored == mx
         fits |= every == {mx} and named_form(wanted, of_fp8=True) is not None
     if not fits:
         raise CheckpointError(

@@ -44,7 +44,8 @@ class Evaluation:
 
     Args:
         layers: every FP8 layer that ran, the largest error of its own first.
-        output_sqnr: signal-to-noise ratio of the model's output in dB.
+        output_sqnr: signal-to-noise ratio of the model's output in dB; NaN where the two models
+            return other shapes, because a length is computed.
         kl: mean over tokens of KL(reference || model) in nats; ``None`` without logits.
         agreement: part of the tokens for which both rank the same token first, or ``None``.
         perplexity: of the model, if the batches hold ``labels`` or ``input_ids``, or ``None``.
@@ -175,12 +176,20 @@ class _Noise:
         self.calls, self.valid = 0, True
 
     def add(self, expected: Tensor, got: Tensor) -> None:
+        if expected.shape != got.shape:  # routed otherwise, say, or of a length that is computed
+            self.valid = False
+            return
         expected, got = expected.double(), got.to(expected.device).double()
+        if expected.isinf().any():  # of a mask
+            kept = ~(expected.isinf() & (expected == got))
+            expected, got = expected[kept], got[kept]
         self.signal += expected.square().sum().item()
         self.noise += (got - expected).square().sum().item()
         self.calls += 1
 
     def sqnr(self) -> float:
+        if not self.valid:
+            return math.nan
         if self.noise == 0:
             return math.inf
         return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
@@ -197,10 +206,13 @@ class _Tokens:
         wanted, found = getattr(expected, "logits", None), getattr(got, "logits", None)
         if not isinstance(wanted, Tensor) or not isinstance(found, Tensor):
             return
+        if wanted.shape != found.shape:
+            return
         p = wanted.float().log_softmax(-1)
         q = found.float().to(p.device).log_softmax(-1)
         kept = _kept_tokens(batch, p)
-        self.kl += (p.exp() * (p - q)).sum(-1)[kept].sum().item()
+        ratio = torch.where(p == q, 0.0, p - q)  # also where a mask left both no probability
+        self.kl += (p.exp() * ratio).sum(-1)[kept].sum().item()
         self.equal += (p.argmax(-1) == q.argmax(-1))[kept].sum().item()
         self.compared += kept.sum().item()
         labels = _labels(batch, p)
@@ -260,7 +272,7 @@ def _drifting(
 ) -> Callable[[str, Tensor, Tensor], None]:
     def compare(name: str, _: Tensor, y: Tensor) -> None:
         expected = seen[name].pop(0) if seen[name] else None
-        if expected is None or expected.shape != y.shape:  # routed otherwise, say
+        if expected is None:
             drift[name].valid = False
         else:
             drift[name].add(expected, y)
@@ -312,5 +324,7 @@ def _labels(batch: Batch, logits: Tensor) -> Tensor | None:
     if not isinstance(batch, Mapping) or logits.ndim != 3:
         return None
     labels = batch.get("labels", batch.get("input_ids"))
-    fits = isinstance(labels, Tensor) and labels.shape == logits.shape[:-1]
-    return labels.to(logits.device) if fits and labels is not None else None
+    if not isinstance(labels, Tensor) or labels.shape != logits.shape[:-1]:
+        return None
+    # logits of other classes than tokens predict none
+    return labels.to(logits.device) if (labels < logits.shape[-1]).all() else None

@@ -180,9 +180,10 @@ def grouped(**strategies: list[str]) -> dict[str, Any]:
         (grouped(channel=["re:.*proj"], tensor=["re:.*down_proj"]), "a.down_proj"),
         (grouped(channel=["Embedding"], tensor=["Linear"]), "model.layers.0.up_proj"),
         (grouped(channel=["Linear"], tensor=["Embedding"]), "model.embed_tokens"),
+        (grouped(channel=["LlamaMLP"], tensor=["Module"]), "model.layers.0.up_proj"),
         (grouped(channel=["re:a.*"], tensor=["a.b"]), "a.b"),
     ],
-    ids=["patterns", "classes", "embedding", "name"],
+    ids=["patterns", "classes", "embedding", "base", "name"],
 )
 def test_groups_that_overlap_count_as_in_the_library(config: dict[str, Any], layer: str) -> None:
     """It sorts targets within names, patterns and classes, whatever the order of their groups."""

@@ -56,7 +56,7 @@ def test_size_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (U8 | {"dtype": "F4"}, "a has dtype F4"),
+        (U8 | {"dtype": "F5"}, "a has dtype F5"),
         (U8 | {"dtype": ["U8"]}, r"a has dtype \['U8'\]"),
         (U8 | {"shape": [-3]}, r"a has shape \[-3\]"),
         (U8 | {"shape": [True]}, r"a has shape \[True\]"),
@@ -80,6 +80,11 @@ def test_size_of_the_file(tmp_path: Path) -> None:
 def test_entries_of_the_header(tmp_path: Path, entry: Any, message: str) -> None:
     write(tmp_path, {"a": entry})
     refused(tmp_path, f"model.safetensors is damaged. What is wrong: {message}")
+
+
+def test_elements_below_a_byte_are_no_damage(tmp_path: Path) -> None:
+    write(tmp_path, {"a": {"dtype": "F4", "shape": [6], "data_offsets": [0, 3]}})
+    refused(tmp_path, r"^model.safetensors: a has dtype F4. .* as tensor.view\(torch.uint8\)")
 
 
 def test_tensors_cover_the_data_once(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def _parse(source: Source) -> Announcement:
                 return found
         kind = "Embedding" if _EMBEDDING.search(layer) else "Linear"
         if classes:
-            return known[next(c for c in (kind, "Linear", *classes) if c in known)]
+            return known[next(c for c in (kind, "Linear", "Module", *classes) if c in known)]
         if len({*known.values()}) > 1:
             wanted = f"groups one of which is for {layer}, which is FP8"
             raise base.broken("config_groups with targets", [*known], wanted)

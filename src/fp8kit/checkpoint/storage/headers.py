@@ -1,8 +1,8 @@
 """Files of a checkpoint as untrusted input: JSON, safetensors headers, and the bytes of tensors.
 
-The checks follow the safetensors format and are nowhere stricter. They run before the library's
-own, so that an error names the file and the field. Symbolic links are followed, because hub caches
-consist of them; the target must be a regular file.
+The checks follow the safetensors format and are stricter for elements below a byte alone. They run
+before the library's own, so that an error names the file and the field. Symbolic links are
+followed, because hub caches consist of them; the target must be a regular file.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
+_BELOW_A_BYTE = ("F4", "F6_E2M3", "F6_E3M2")  # of the format, and of no size in whole bytes
 _HEADER_LIMIT = 100_000_000  # that of the safetensors library
 _JSON_LIMIT = 2**28
 # a value costs its parser some 60 bytes and a file as few as two: this bounds the memory
@@ -272,6 +273,12 @@ def _entries(header: dict[str, Any], shard: str, start: int) -> Iterator[tuple[s
         if not name.isprintable():
             raise ValueError(f"{shown(name)} is no name: it has characters that cannot be printed")
         kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if kind in _BELOW_A_BYTE:
+            raise CheckpointError(
+                f"{shard}: {shown(name)} has dtype {kind}.",
+                "Elements of four and six bits are read where they are packed into bytes (U8).",
+                "Save the tensor as tensor.view(torch.uint8), or get the checkpoint in that form.",
+            )
         if not isinstance(kind, str) or kind not in DTYPES:
             raise ValueError(f"{shown(name)} has dtype {shown(kind)}")
         if not _is_sizes(shape) or len(shape) > _DIMENSION_LIMIT:
