@@ -258,6 +258,19 @@ def test_reload_of_a_model_reports_a_layer_without_scale() -> None:
     assert_bits_equal(model[0].weight.detach(), before)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_codes_that_were_computed_with_are_refused_under_the_own_scale(scheme: str) -> None:
+    """As LoRA networks merge: a sum in fp32, cast back to the dtype that the weight had."""
+    model = nn.Sequential(layer_of(scheme))
+    state = model.state_dict()
+    before = state["0.weight"].clone()
+    state["0.weight"] = (before.float() * 1.5).to(before.dtype)
+    with pytest.raises(RuntimeError, match=r"0\.weight is not what .* Add to layer\.to_linear"):
+        model.load_state_dict(state)
+    assert_bits_equal(model[0].weight.detach(), before)
+    model.load_state_dict({**state, "0.weight": before})
+
+
 @pytest.mark.parametrize("shape", [(N,), (1, N), (N, 2), (1, 1), ()], ids=str)
 def test_a_scale_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
     layer = layer_of()

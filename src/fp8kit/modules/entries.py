@@ -56,6 +56,13 @@ def quantized_entries(
         as_mx = check_form(layer.scheme, prefix + "weight", state_dict)
         group = MX if as_mx else layer.scheme.weight
         check_scale(scale, weight.shape, group, weight.device)
+        own, held = scale.data_ptr() == layer.weight_scale.data_ptr() != 0, layer.codes
+        if own and not torch.equal(*(w.to(held.device).view(torch.uint8) for w in (weight, held))):
+            raise CheckpointError(
+                f"{prefix}weight is not what the layer holds, and {prefix}weight_scale is its own.",
+                "Other codes need other scales; a merge that adds to codes takes them for numbers.",
+                "Add to layer.to_linear().weight instead, and load the sum without a scale.",
+            )
         layer.original_weight = None  # it is not what these codes were made from
         if not as_mx:
             return state_dict

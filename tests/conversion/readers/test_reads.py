@@ -516,6 +516,15 @@ class Apart(Holder):
     def hyperparameters(self) -> list[nn.Parameter]:  # GPyTorch's name for them
         return [self.proj.weight]
 
+    def configure_optimizers(self) -> list[nn.Parameter]:  # as Lightning and minGPT call it
+        return [self.proj.weight]
+
+    def get_optim_groups(self) -> list[nn.Parameter]:
+        return [self.proj.weight]
+
+    def get_last_layer(self) -> nn.Parameter:  # for the weight of a loss of a GAN
+        return self.proj.weight
+
 
 def test_other_methods_count_unless_they_make_or_load_a_model() -> None:
     report = fp8kit.plan(Apart()).report

@@ -48,7 +48,8 @@ _APART = (
     "__ init reset load save tie untie fuse unfuse merge resize prune set_ add_ extra_repr "
     "state_dict quantize convert export decay param_group pretrained compile apply register "
     "gradient_checkpoint freeze transfer get_input_emb get_output_emb remove replace _hook "
-    "num_param parameters memory push_to unload enable disable switch onnx dummy train"
+    "num_param parameters memory push_to unload enable disable switch onnx dummy train "
+    "optimizer optim_group get_last_layer"
 ).split()
 _LIBRARIES = tuple(
     """
