@@ -287,6 +287,11 @@ def test_a_model_without_a_layer_to_replace_gets_a_warning() -> None:
         enable_fp8_gemm(nn.Sequential(nn.Linear(8, 8)), module_filter=lambda n, m: False)
 
 
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Got a model of type dict.*pipeline\.transformer"):
+        enable_fp8_gemm({})  # type: ignore[arg-type]
+
+
 def test_weights_on_a_cpu_wait_for_the_first_gpu_input() -> None:
     model = enable_fp8_gemm(nn.Sequential(nn.Linear(K, N)))
     layer = model[0]

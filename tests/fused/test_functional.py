@@ -187,6 +187,7 @@ BF16 = torch.bfloat16
         (lambda: fused.gelu_mul_quantize(X, X[:3]), ValueError, "Got a up of shape"),
         (lambda: fused.silu_mul_quantize(X, X.to(BF16)), TypeError, "Got a up of dtype"),
         (lambda: fused.add_rms_norm_quantize(X, X[:1], W), ValueError, "Got a residual"),
+        (lambda: fused.add_rms_norm_quantize(None, X, W), TypeError, "Got x of type NoneType"),
         (lambda: fused.layer_norm_quantize(X, W[:3]), ValueError, "Got a weight"),
         (lambda: fused.layer_norm_quantize(X, None, W[:3]), ValueError, "Got a bias"),
         (

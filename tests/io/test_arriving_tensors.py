@@ -532,6 +532,11 @@ def test_what_is_no_weights_is_refused(weights: Any, said: str) -> None:
         fp8kit.load_weights({}, model)  # type: ignore[arg-type]
 
 
+def test_a_model_without_tensors_uses_none() -> None:
+    with pytest.warns(UserWarning, match="tensors that the model does not use: 0.weight"):
+        assert load_weights(nn.Module(), {"0.weight": torch.ones(2)}) == set()
+
+
 def test_patterns_need_a_scheme() -> None:
     with pytest.raises(ValueError, match="include or exclude without a scheme"):
         load_weights(block(False), [], exclude=["o_proj"])

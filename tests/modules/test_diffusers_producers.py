@@ -230,6 +230,17 @@ def test_dropout_in_training_is_kept(device: torch.device) -> None:
         assert_bits_equal(holder["ff"](x), holder["ff"](x))
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_another_module_in_place_of_the_dropout_runs(training: bool, device: torch.device) -> None:
+    module = FeedForward(128).to(device, torch.bfloat16)
+    holder = nn.ModuleDict({"ff": module}).train(training)
+    fp8kit.convert(holder)
+    holder["ff"].net[1] = nn.Flatten(-2)
+    with torch.no_grad():
+        y = holder["ff"](torch.randn(4, 1, 128, device=device, dtype=torch.bfloat16))
+    assert y.shape == (4, 128)
+
+
 @pytest.mark.parametrize("kind", ["swiglu", "linear-silu"])
 def test_a_hook_of_an_activation_is_called(kind: str, device: torch.device) -> None:
     module = FeedForward(128, activation_fn=kind).to(device, torch.bfloat16)

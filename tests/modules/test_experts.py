@@ -235,6 +235,8 @@ def test_what_does_not_fit_is_refused() -> None:
         fp8kit.Fp8Experts.from_quantized(dense.w2, dense.w2, "FP8_BLOCK")
     with pytest.raises(TypeError, match=r"Got a Linear.*layer\.weight"):
         fp8kit.Fp8Experts.from_dense([torch.nn.Linear(64, 272)], dense.down)  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"Got QTensor.* as dense experts.*layer\.weight"):
+        fp8kit.Fp8Experts.from_dense(dense.w13, dense.w2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"activation='gelu'.*Activation\('silu'\)"):
         fp8kit.Fp8Experts.from_quantized(dense.w13, dense.w2, activation="gelu")  # type: ignore
     layer = make()[1]

@@ -26,7 +26,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 import fp8kit
 from fp8kit.conversion.fusible_modules import make_plain, recognize_norm
@@ -360,6 +360,39 @@ def test_the_stand_in_is_nan_so_that_a_stray_reader_sees_it(device: torch.device
         stand_in = fused_norm(model)(x)
     assert stand_in.shape == x.shape
     assert stand_in.isnan().all()
+
+
+class Named(nn.Module):
+    """A block that passes its tensors by the names that its modules have for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(128), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(input=self.norm(input=x))
+
+
+def test_a_norm_is_called_by_the_name_of_its_argument(device: torch.device) -> None:
+    model = nn.Sequential(Named()).to(device)
+    x = torch.randn(3, 128, device=device)
+    separate = fp8kit.convert(model, fuse="none", copy=True).model
+    fp8kit.convert(model, fuse={"0": ["norm -> fc"]})
+    assert isinstance(model[0].norm, fused_producers.FusedNorm)
+    with torch.no_grad():
+        assert_bits_equal(model(x), separate(x))
+
+
+class OtherMlp(LlamaMLP):
+    def forward(self, hidden_state: Tensor) -> Tensor:
+        return super().forward(hidden_state)
+
+
+def test_a_feed_forward_is_called_by_the_name_of_its_argument() -> None:
+    mlp = OtherMlp(LlamaConfig(**SIZES))
+    fused, x = fused_producers.FusedGatedMlp(mlp, "silu"), torch.randn(3, 128)
+    with torch.no_grad():
+        assert_bits_equal(fused(hidden_state=x), mlp(x))
 
 
 def test_a_copy_of_the_norm_alone_gives_real_numbers(device: torch.device) -> None:

@@ -134,6 +134,19 @@ def siblings_alone(layer: fp8kit.Fp8Linear, x: Tensor) -> Tensor:
     return layer.compute(x)
 
 
+def test_a_hook_that_writes_uncounted_is_seen_in_known_code() -> None:
+    layers = siblings(torch.device("cpu"))
+    SharedInput(layers, unchanging=True)
+    x = tokens(torch.device("cpu"))
+
+    def write(*_: object) -> None:
+        x.data.mul_(3)
+
+    layers[0].register_forward_hook(write)
+    layers[0](x)
+    assert_bits_equal(layers[1](x), siblings_alone(layers[1], x))
+
+
 def test_shared_in_another_order(device: torch.device) -> None:
     layers = siblings(device)
     x = tokens(device)

@@ -120,3 +120,15 @@ def test_a_setting_that_is_no_longer_read_cannot_be_changed(given: tuple[Tensor,
     module.limit = 1.0
     dense.limit = 1.0
     assert numerics.relative_error(module(*given), dense(*given)) < 0.1
+
+
+@pytest.mark.parametrize("how", ["hook", "forward"])
+def test_other_code_at_the_activation_runs(how: str, given: tuple[Tensor, ...]) -> None:
+    dense = Bounded(nn.SiLU())
+    module = converted(dense)
+    for act in (dense.act_fn, module.act_fn):
+        if how == "hook":
+            act.register_forward_hook(lambda m, args, y: 2 * y)
+        else:
+            act.forward = torch.tanh
+    assert 5e-3 < numerics.relative_error(module(*given), dense(*given)) < 0.1

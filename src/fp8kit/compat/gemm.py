@@ -17,7 +17,7 @@ from fp8kit.compat.arguments import teaches
 from fp8kit.compat.wrapped_linear import DEFAULT_OPTIONS, FP8GemmOptions, FP8Linear
 from fp8kit.conversion.eligibility import Eligibility
 from fp8kit.conversion.patterns import roles_by_name, size_obstacle
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidType, teach
 from fp8kit.modules.linear import Fp8Linear
 
 _16_BITS = (torch.float16, torch.bfloat16)
@@ -45,11 +45,18 @@ def enable_fp8_gemm(
         the model, or its changed copy. A warning tells if no layer was replaced.
 
     Raises:
+        TypeError: if ``model`` is no module.
         ValueError: if the options contradict each other.
 
     Example:
         >>> fp8kit.compat.enable_fp8_gemm(model, options=FP8GemmOptions(fp16_weight_storage="keep"))
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidType(
+            f"Got a model of type {type(model).__name__}.",
+            "It must be an nn.Module with linear layers in it.",
+            "Of a pipeline pass a part, such as pipeline.transformer.",
+        )
     if not inplace:
         model = copy.deepcopy(model)
     accepts = module_filter or _default_filter(model)

@@ -20,7 +20,7 @@ from fp8kit.fused.arguments import (
     layer_norm_arguments,
     rms_norm_arguments,
 )
-from fp8kit.ops.validation import check_float, check_operand
+from fp8kit.ops.validation import check_float, check_operand, check_tensor
 
 
 def rms_norm_quantize(
@@ -97,6 +97,7 @@ def add_rms_norm_quantize(
         >>> torch.equal(residual, x + x)
         True
     """
+    check_tensor("x", x)
     check_operand("residual", residual, tuple(x.shape), x, x.dtype)
     arguments = rms_norm_arguments(x, residual, weight, (eps, weight_offset, rounding), options)
     found = operators.RMS_NORM(*arguments)

@@ -94,7 +94,7 @@ def load_weights(
         if partial:
             _UNFINISHED[model] = load
             return set(arrivals.placed)
-        if arrivals.unused and not arrivals.placed:
+        if arrivals.unused and arrivals.shapes and not arrivals.placed:
             if remedy := other_beginning(list(arrivals.shapes), set(arrivals.unused)):
                 raise CheckpointError(
                     f"None of what came is in the model: {some_of(arrivals.unused)}.",

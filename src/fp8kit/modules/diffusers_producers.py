@@ -99,7 +99,7 @@ class FusedFeedForward(Fused):
         first, dropout, down, *rest = self.net
         quiet = not is_watched(self.net, first, first._modules.get("activation", first), dropout)
         same_kind = first_kind(first) == (self.kind, self.gated)
-        idle = all(not d.training or d.p == 0 for d in (dropout, *rest))
+        idle = all(type(d) is nn.Dropout and not (d.training and d.p) for d in (dropout, *rest))
         known = quiet and same_kind and idle and can_multiply(down)
         if not known or any_trained(first.proj, down):
             y: Tensor = self.unfused(x)

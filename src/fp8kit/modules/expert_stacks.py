@@ -24,6 +24,12 @@ def quantize_stack(
     the first one has. Raises ``TypeError`` if a matrix is no float tensor, and ``ValueError`` if
     there is none.
     """
+    if not isinstance(dense, Iterable) or (isinstance(dense, Tensor) and not dense.dim()):
+        raise InvalidType(
+            f"Got {dense!r:.80} as dense experts.",
+            "They are a tensor [E, N, K], or matrices [N, K], one after the other.",
+            "Pass weights, such as [layer.weight for layer in layers].",
+        )
     matrices: Sequence[Tensor] | Tensor = dense if isinstance(dense, Tensor) else list(dense)
     data: Tensor | None = None
     scale: Tensor | None = None

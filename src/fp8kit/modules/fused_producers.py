@@ -133,7 +133,8 @@ class Fused(nn.Module):
     """A module that computes what another did, in one pass where it may.
 
     It shares the dictionaries of Parameters, buffers and children with the module it replaces, so
-    names, moves, casts and loading reach both, and where it may not fuse it calls that module.
+    names, moves, casts and loading reach both, and where it may not fuse, or is called by the names
+    of arguments, which each class gives as it likes, it calls that module.
     ``inner`` are modules in that one for which it computes, too.
     """
 
@@ -248,12 +249,13 @@ class FusedNorm(Producer):
         # one at most; a list, because to set an attribute of a module takes microseconds
         self._prepared: list[tuple[Tensor, Tensor]] = []
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Norm ``[..., K]``: the normed tensor, or what stands for it and its offered codes."""
-        x = hidden_states
-        if torch.compiler.is_compiling():  # what is read before it turns away costs guards
-            same: Tensor = self.unfused(x)
+        # what a compiler reads before it turns away costs guards
+        if torch.compiler.is_compiling() or kwargs or len(args) != 1:
+            same: Tensor = self.unfused(*args, **kwargs)
             return same
+        (x,) = args
         if self._prepared:
             prepared = self._prepared[:]  # another thread may take it meanwhile
             self._prepared.clear()
@@ -317,14 +319,14 @@ class FusedGatedMlp(Fused):
         """Return whether the last projection takes codes."""
         return can_multiply(self.get_submodule("down_proj"))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute ``[..., K]`` from ``[..., K]``."""
-        layers = self._layers(x)
+        layers = None if kwargs or len(args) != 1 else self._layers(*args)
         if layers is None:
-            y: Tensor = self.unfused(x)
+            y: Tensor = self.unfused(*args, **kwargs)
             return y
         gate_proj, up_proj, down = layers
-        gate, up = gate_proj(x), up_proj(x)
+        gate, up = gate_proj(*args), up_proj(*args)
         return down.multiply(activation_codes(self.kind, gate, up, down.scheme))
 
     def of_codes(self, call: CodesCall, group: SharedInput) -> list[Tensor] | None:

@@ -25,6 +25,7 @@ from fp8kit.modules.expert_tensors import (
     ExpertTensors,
     codes_shape,
 )
+from fp8kit.modules.hooks import is_watched
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.own_forward import settings
 from fp8kit.modules.parameters import empty_tensors, frozen
@@ -63,7 +64,7 @@ class StackedExperts(ExpertTensors):
         else:
             _, ids, weights = given
             rows = x.reshape(-1, x.shape[-1])
-        if self.stacks.activation is None:
+        if self.stacks.activation is None or self._is_gate_watched():
             y = self._in_two_products(rows, ids, weights)
         else:
             # models are trained whole, with requires_grad on all that they hold
@@ -107,6 +108,12 @@ class StackedExperts(ExpertTensors):
                 "Call them with these, or keep them dense: exclude=['*.experts'].",
             )
         return tuple(given[name] for name in names[:count])
+
+    def _is_gate_watched(self) -> bool:
+        act = self._modules.get("act_fn")
+        if act is None or torch.compiler.is_compiling() or not hasattr(self, "_apply_gate"):
+            return False
+        return is_watched(act)
 
     def _in_two_products(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Compute expert by expert, with the module's own gate between two linear layers."""
