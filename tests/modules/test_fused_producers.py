@@ -573,7 +573,7 @@ def test_a_fused_model_compiles_to_one_graph(name: str, device: torch.device) ->
     with torch.no_grad():
         for rows in (17, 9, 30):
             found = compiled(input_ids=tokens(device, rows), use_cache=False).logits
-            # in the graph every norm and activation is the model's own
+            # in the graph every norm is the model's own
             assert relative_error(found, logits(model, tokens(device, rows))) < 0.02
     assert counter.frame_count == 1
 

@@ -93,7 +93,7 @@ class FusedFeedForward(Fused):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute ``[..., K]`` from ``[..., K]``."""
         x = hidden_states
-        if args or kwargs or not self.may_fuse(x):
+        if args or kwargs or not self.may_compute(x):
             same: Tensor = self.unfused(x, *args, **kwargs)
             return same
         first, dropout, down, *rest = self.net

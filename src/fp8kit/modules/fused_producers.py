@@ -4,7 +4,8 @@ A fused producer writes only codes and scales. In place of the tensor that was n
 returns a NaN, expanded to its shape. The layers behind it recognise that stand-in by identity and
 take the codes; any other reader would see NaN, not a plausible wrong number. Where that could
 happen (a layer was wrapped, or has a hook), and where gradients are needed, the input is not on a
-GPU, or a compiler fuses by itself, the replaced module computes instead.
+GPU, or a compiler traces, the replaced module computes instead. A feed-forward hands its codes to
+the layer behind them itself, which no one else can see, so it does that in graphs, too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import functools
 import math
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.norm_formula import NormFormula, activation_codes, gated_codes, takes_codes
 from fp8kit.modules.parameters import any_trained, deepcopied
 from fp8kit.modules.shared_input import SharedInput
+from fp8kit.modules.tracing import constant_in_graphs, is_compiled
 from fp8kit.ops.operators import CodesCall
 from fp8kit.ops.transforms import is_transformed
 from fp8kit.runtime.replay_cache import ReplayCache, is_traced, jit_tracing
@@ -206,9 +208,21 @@ class Fused(nn.Module):
 
     def may_fuse(self, *inputs: Tensor) -> bool:
         """Return whether device and modes permit codes instead of a result of these inputs."""
+        return may_fuse(self, *inputs) and not self.altered and self._is_known()
+
+    def may_compute(self, *inputs: Tensor) -> bool:
+        """Return whether this module may compute a result of these inputs, also in a graph."""
+        if not torch.compiler.is_compiling():
+            return self.may_fuse(*inputs)
+        place = inputs[0].device.type
+        if place not in FUSED_DEVICES or torch.is_grad_enabled() or not is_compiled():
+            return False
+        return not (torch.is_autocast_enabled(place) or self.altered) and self._is_known()
+
+    @constant_in_graphs
+    def _is_known(self) -> bool:
         held = self._parameters
-        same = may_fuse(self, *inputs) and not self.altered and self.has_known_code()
-        return same and all(map(held.__contains__, self.parameter_names))
+        return self.has_known_code() and all(map(held.__contains__, self.parameter_names))
 
     def has_known_code(self) -> bool:
         """Return whether the classes that were replaced compute what they did then."""
@@ -346,18 +360,18 @@ class FusedGatedMlp(Fused):
 
     def _layers(self, *inputs: Tensor) -> tuple[nn.Module, nn.Module, Fp8Linear] | None:
         """Return gate, up and down projection, ``None`` where the formula may not hold."""
-        if not self.may_fuse(*inputs):
+        if not self.may_compute(*inputs):
             return None
         names = ("gate_proj", "up_proj", "down_proj", "act_fn")
         gate, up, down, act_fn = map(self._modules.get, names)
         known = activation_kind(self.act_fn if act_fn is None else act_fn) == self.kind
-        if not known or (act_fn is not None and is_watched(act_fn)):
-            return None
         assert gate is not None
         assert up is not None
         assert down is not None
-        may = can_multiply(down) and not any_trained(gate, up, down)
-        return (gate, up, cast(Fp8Linear, down)) if may else None
+        skipped = () if act_fn is None else (act_fn,)
+        if not known or not can_multiply(down, *skipped) or any_trained(gate, up, down):
+            return None
+        return gate, up, down
 
 
 def may_fuse(module: nn.Module, *inputs: Tensor) -> bool:
@@ -375,10 +389,11 @@ def may_fuse(module: nn.Module, *inputs: Tensor) -> bool:
     return not any(t is not None and t.requires_grad for t in tensors)
 
 
-def can_multiply(layer: nn.Module) -> TypeGuard[Fp8Linear]:
-    """Return whether codes can be handed to a layer past its ``forward``."""
+@constant_in_graphs
+def can_multiply(layer: nn.Module, *skipped: nn.Module) -> TypeGuard[Fp8Linear]:
+    """Return whether codes can be handed to a layer past its ``forward``, and those of others."""
     fp8 = isinstance(layer, Fp8Linear) and takes_codes(layer.scheme) and layer.scale_ub is None
-    return fp8 and type(layer).forward is _LAYER_CODE and not is_watched(layer)
+    return fp8 and type(layer).forward is _LAYER_CODE and not is_watched(layer, *skipped)
 
 
 def activation_kind(act_fn: object) -> str | None:

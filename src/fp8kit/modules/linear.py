@@ -244,6 +244,8 @@ class Fp8Linear(nn.Linear):
         if self.original_weight is not None:
             follow_original(self)
         constants = self.operands()[:3]
+        if isinstance(codes, CodesCall) and _is_compiling():
+            codes = codes.traced()
         if isinstance(codes, CodesCall):
             operator, both = codes.then_multiply(self._options)
             call = (operator, codes.inputs, (*codes.constants, *constants), both)

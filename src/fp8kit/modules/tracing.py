@@ -55,7 +55,7 @@ def traced(layer: Fp8Linear, x: Tensor) -> Tensor:
     validation.check_operands(x, codes, bias, accum)
     if codes.dtype != torch.float8_e4m3fn:
         validation.check_codes("the weight of an Fp8Linear", codes.dtype, layer.scheme)
-    if layer.place and group is not None and input_scale is None and _is_compiled():
+    if layer.place and group is not None and input_scale is None and is_compiled():
         grad = torch.is_grad_enabled()
         trained = grad and (x.requires_grad or (bias is not None and bias.requires_grad))
         bounded = None if bound is None else layer.scale_ub
@@ -101,7 +101,7 @@ def _trace() -> str:
     return str(torch._guards.CompileContext.current_compile_id())
 
 
-def _is_compiled() -> bool:
+def is_compiled() -> bool:
     """Return whether ``torch.compile`` is tracing, and not ``torch.export``."""
     # what is_exporting() returns; torch 2.11 folds that call to True in every trace
     exporting = getattr(torch.compiler, "_is_exporting_flag", False)

@@ -123,6 +123,12 @@ class CodesCall(NamedTuple):
         data, scale, *others = replays.call(*call, self.check)
         return RowCodes(data, scale, self.group, self.shape, self.dtype), others
 
+    def traced(self) -> RowCodes:
+        """Return the codes in a graph that is being traced."""
+        self.check()
+        data, scale, *_ = self.operator.registered(*self.inputs, *self.constants, *self.options)
+        return RowCodes(data, scale, self.group, self.shape, self.dtype)
+
     def then_multiply(self, options: Options) -> tuple[Operator, Options]:
         """Return operator and options of this call with the product of its codes behind it.
 

@@ -1,0 +1,168 @@
+"""Feed-forwards in graphs of ``torch.compile``: the activation writes codes there, too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8kit
+from modules.test_diffusers_producers import basic, ready
+from modules.test_fused_producers import build
+from numerics import assert_bits_equal, relative_error
+
+pytestmark = pytest.mark.usefixtures("fuses_on_cpu")
+
+ROWS = [7, 700]  # of which the joined weights are one product, and are not
+
+
+class Compiled:
+    """A module compiled anew, which tells what its graphs call and how many there are."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        torch._dynamo.reset()
+        self.graphs: list[list[str]] = []
+        self._run = torch.compile(module, backend=self._backend, **options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    @property
+    def activates(self) -> bool:
+        """Whether the newest graph activates and quantizes in one operator."""
+        return any("activation_quantize" in name for name in self.graphs[-1])
+
+    def _backend(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        self.graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+
+def feed_forward(device: torch.device, scheme: str = "FP8_DYNAMIC") -> Any:
+    model = build("llama", device)
+    fp8kit.convert(model, scheme)
+    return model.model.layers[0].mlp
+
+
+def hidden(device: torch.device, rows: int = 7) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(1, rows, 128, device=device, dtype=torch.bfloat16)
+
+
+@torch.no_grad()
+def test_an_activation_writes_codes_in_a_graph(device: torch.device) -> None:
+    for scheme in ("FP8_DYNAMIC", "FP8_BLOCK"):
+        mlp = feed_forward(device, scheme)
+        for rows in ROWS:
+            compiled, x = Compiled(mlp, fullgraph=True), hidden(device, rows)
+            assert_bits_equal(compiled(x), mlp(x))
+            assert compiled.activates
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("error:.*lru_cache")
+def test_a_graph_takes_any_number_of_rows(device: torch.device) -> None:
+    mlp = feed_forward(device)
+    compiled = Compiled(mlp, fullgraph=True, dynamic=True)
+    for rows in (17, 600, 9):
+        assert_bits_equal(compiled(hidden(device, rows)), mlp(hidden(device, rows)))
+    assert len(compiled.graphs) == 1
+    assert compiled.activates
+
+
+@torch.no_grad()
+def test_feed_forwards_of_diffusers_write_codes_in_a_graph(device: torch.device) -> None:
+    model, _ = ready(basic, device)
+    fp8kit.convert(model)
+    block = model.transformer_blocks[0].ff
+    compiled, x = Compiled(block, fullgraph=True), hidden(device)
+    x = x[..., : block.net[0].proj.in_features]
+    assert_bits_equal(compiled(x), block(x))
+    assert compiled.activates
+
+
+def with_gradients(mlp: Any) -> None:
+    torch.set_grad_enabled(True)
+
+
+def with_a_hook(mlp: Any) -> None:
+    mlp.down_proj.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def with_a_hook_on_the_activation(mlp: Any) -> None:
+    mlp.act_fn.register_forward_hook(lambda module, args, y: y * 2)
+
+
+def with_another_activation(mlp: Any) -> None:
+    mlp.act_fn = nn.Tanh()
+
+
+def with_dense_weights(mlp: Any) -> None:
+    mlp.down_proj = mlp.down_proj.to_linear()
+
+
+def with_a_bound(mlp: Any) -> None:
+    mlp.down_proj.scale_ub = 1e-4
+
+
+CHANGES = [
+    with_gradients,
+    with_a_hook,
+    with_a_hook_on_the_activation,
+    with_another_activation,
+    with_dense_weights,
+    with_a_bound,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_not_known_runs_as_the_class_does(
+    change: Callable[[Any], None], device: torch.device
+) -> None:
+    mlp, x = feed_forward(device), hidden(device)
+    with torch.no_grad():
+        change(mlp)
+        compiled = Compiled(mlp)
+        found = compiled(x)
+        assert relative_error(found, mlp.replaced[0].forward(x)) < 1e-2
+    assert not compiled.activates
+
+
+@pytest.mark.parametrize("change", CHANGES[3:])
+def test_changes_after_the_first_call_are_seen(
+    change: Callable[[Any], None], device: torch.device
+) -> None:
+    mlp, x = feed_forward(device), hidden(device)
+    with torch.no_grad():
+        compiled = Compiled(mlp)
+        before = compiled(x)
+        assert compiled.activates
+        change(mlp)
+        found = compiled(x)
+        assert relative_error(found, mlp.replaced[0].forward(x)) < 1e-2
+        assert relative_error(found, before) > 1e-3
+    assert not compiled.activates
+
+
+@torch.no_grad()
+def test_a_changed_approximation_is_seen(device: torch.device) -> None:
+    mlp, x = feed_forward(device), hidden(device)
+    mlp.act_fn = nn.GELU()
+    mlp.kind = "gelu"
+    mlp.altered = False
+    compiled = Compiled(mlp)
+    compiled(x)
+    assert compiled.activates
+    mlp.act_fn.approximate = "tanh"
+    twin = copy.deepcopy(mlp.replaced[0])
+    assert_bits_equal(compiled(x), twin.forward(x))
+    assert not compiled.activates
+
+
+@torch.no_grad()
+def test_exported_programs_keep_the_class(device: torch.device) -> None:
+    program = torch.export.export(feed_forward(device), (hidden(device),))
+    assert "activation_quantize" not in program.graph_module.code
