@@ -12,6 +12,7 @@ from fp8kit.modules.fused_producers import Consumers, Fused, Producer, activatio
 from fp8kit.modules.hooks import is_watched
 from fp8kit.modules.norm_formula import NormFormula, activation_codes
 from fp8kit.modules.parameters import any_trained
+from fp8kit.modules.tracing import constant_in_graphs
 
 _FIRST_LAYERS = ("GELU", "GEGLU", "SwiGLU", "LinearActivation")
 
@@ -97,10 +98,9 @@ class FusedFeedForward(Fused):
             same: Tensor = self.unfused(x, *args, **kwargs)
             return same
         first, dropout, down, *rest = self.net
-        quiet = not is_watched(self.net, first, first._modules.get("activation", first), dropout)
         same_kind = first_kind(first) == (self.kind, self.gated)
         idle = all(type(d) is nn.Dropout and not (d.training and d.p) for d in (dropout, *rest))
-        known = quiet and same_kind and idle and can_multiply(down)
+        known = same_kind and idle and self._hands_over()
         if not known or any_trained(first.proj, down):
             y: Tensor = self.unfused(x)
             return y
@@ -111,6 +111,13 @@ class FusedFeedForward(Fused):
         for module in rest:
             y = module(y)
         return y
+
+    @constant_in_graphs
+    def _hands_over(self) -> bool:
+        """Return whether codes reach the last projection, and nobody looks on before it."""
+        first, dropout, down, *_ = self.net
+        activation = first._modules.get("activation", first)
+        return can_multiply(down) and not is_watched(self.net, first, activation, dropout)
 
 
 def first_kind(first: nn.Module) -> tuple[str | None, bool]:

@@ -15,7 +15,7 @@ import functools
 import math
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -368,10 +368,15 @@ class FusedGatedMlp(Fused):
         assert gate is not None
         assert up is not None
         assert down is not None
-        skipped = () if act_fn is None else (act_fn,)
-        if not known or not can_multiply(down, *skipped) or any_trained(gate, up, down):
+        if not known or not self._hands_over() or any_trained(gate, up, down):
             return None
-        return gate, up, down
+        return gate, up, cast(Fp8Linear, down)
+
+    @constant_in_graphs
+    def _hands_over(self) -> bool:
+        """Return whether codes reach the last projection, and nobody looks on before it."""
+        down, act_fn = map(self._modules.get, ("down_proj", "act_fn"))
+        return can_multiply(down) and (act_fn is None or not is_watched(act_fn))
 
 
 def may_fuse(module: nn.Module, *inputs: Tensor) -> bool:
@@ -389,11 +394,12 @@ def may_fuse(module: nn.Module, *inputs: Tensor) -> bool:
     return not any(t is not None and t.requires_grad for t in tensors)
 
 
-@constant_in_graphs
-def can_multiply(layer: nn.Module, *skipped: nn.Module) -> TypeGuard[Fp8Linear]:
-    """Return whether codes can be handed to a layer past its ``forward``, and those of others."""
-    fp8 = isinstance(layer, Fp8Linear) and takes_codes(layer.scheme) and layer.scale_ub is None
-    return fp8 and type(layer).forward is _LAYER_CODE and not is_watched(layer, *skipped)
+def can_multiply(layer: nn.Module | None) -> TypeGuard[Fp8Linear]:
+    """Return whether codes can be handed to a layer past its ``forward``."""
+    if not isinstance(layer, Fp8Linear) or layer.scale_ub is not None:
+        return False
+    known = type(layer).forward is _LAYER_CODE and not is_watched(layer)
+    return known and takes_codes(layer.scheme)
 
 
 def activation_kind(act_fn: object) -> str | None:

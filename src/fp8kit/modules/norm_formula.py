@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from fp8kit.formats import GROUP128, ROW, GroupShape, Scheme, min_scale
 from fp8kit.fused import arguments, operators
-from fp8kit.modules.tracing import constant_in_graphs
 from fp8kit.ops.operators import CodesCall
 from fp8kit.ops.validation import default_rounding
 from fp8kit.quantizers.scale_layout import product_layout
@@ -148,14 +147,16 @@ def _group(scheme: Scheme) -> GroupShape:
     return scheme.activation
 
 
-@constant_in_graphs
 def _target(scheme: Scheme) -> Options:
     """Return the last seven arguments of an operator, which are those of ``target``."""
-    return _kept_target(scheme)
+    # torch.compile warns of what a function keeps
+    return (_new_target if torch.compiler.is_compiling() else _kept_target)(scheme)
 
 
-@functools.cache
-def _kept_target(scheme: Scheme) -> Options:
+def _new_target(scheme: Scheme) -> Options:
     group, dtype = _group(scheme), scheme.dtype
     floor, how = min_scale(group, dtype, "activation"), default_rounding(group, scheme.ue8m0)
     return None, (group.rows, group.cols), dtype, floor, None, how, product_layout(group)
+
+
+_kept_target = functools.cache(_new_target)
