@@ -22,7 +22,13 @@ from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
 from fp8kit.ops import bodies
 from fp8kit.quantizers import triton
 from fp8kit.runtime import launch_recording, triton_launch
-from fp8kit.runtime.launch_recording import Recording, is_recording, record, record_launch
+from fp8kit.runtime.launch_recording import (
+    AllocationWatch,
+    Recording,
+    is_recording,
+    record,
+    record_launch,
+)
 from recorded_calls import launch
 
 
@@ -338,6 +344,20 @@ def test_what_launches_do_not_tell_is_not_recorded(function: object) -> None:
     if function is not nothing:
         for found, again in zip(results_of(y), results_of(function(x)), strict=True):
             assert torch.equal(found, again)
+
+
+def test_a_copy_by_what_may_give_a_view_is_noticed() -> None:
+    x = torch.randn(4, 6)
+    for copies, call in (
+        (False, lambda: x.contiguous().reshape(2, 12).chunk(2, -1)),
+        (True, lambda: x.t().contiguous()),
+        (True, lambda: x.t().reshape(24)),
+        (True, lambda: x.expand(2, 4, 6).flatten()),
+    ):
+        # inside an operator of torch these are one operation, which is called a view
+        with AllocationWatch() as watch, torch._C._AutoDispatchBelowAutograd():
+            call()
+        assert bool(watch.foreign) is copies
 
 
 def results_of(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -845,3 +845,25 @@ def test_on_a_gpu_few_frames_lie_between_a_layer_and_its_launch() -> None:
         found = above_launches(lambda twin=twin: twin(x), launches)
         most = max(map(len, found))
         assert 2 <= most <= (6 if first else 4)
+
+
+@torch.no_grad()
+def test_inputs_that_an_operator_copies_are_read_anew(cpu_backends: CpuBackends) -> None:
+    for _ in range(20):  # by chance the result lies where the copy was
+        layer = made(linear=nn.Linear(128, 128, dtype=torch.bfloat16))
+        for _ in range(4):
+            x = torch.randn(128, 64, dtype=torch.bfloat16).t()
+            with torch.autocast("cpu"):
+                found = layer(x)
+            assert_bits_equal(found, layer(x.contiguous()))
+
+
+@torch.no_grad()
+@pytest.mark.gpu
+def test_inputs_that_an_operator_copies_are_read_anew_on_a_gpu() -> None:
+    layer = made(linear=nn.Linear(128, 128, dtype=torch.bfloat16, device="cuda"))
+    whole = torch.randn(6, 2, 65, 128, dtype=torch.bfloat16, device="cuda")
+    for x in (*whole.mT.reshape(6, 2, 128, 65)[..., :64].mT, *whole[:, :, 1:]):
+        with torch.autocast("cuda"):
+            found = layer(x)
+        assert_bits_equal(found, layer(x.contiguous()))

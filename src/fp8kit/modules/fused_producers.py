@@ -15,7 +15,7 @@ import functools
 import math
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -362,15 +362,12 @@ class FusedGatedMlp(Fused):
         """Return gate, up and down projection, ``None`` where the formula may not hold."""
         if not self.may_compute(*inputs):
             return None
-        names = ("gate_proj", "up_proj", "down_proj", "act_fn")
-        gate, up, down, act_fn = map(self._modules.get, names)
+        child: Any = self._modules.get
+        gate, up, down, act_fn = map(child, ("gate_proj", "up_proj", "down_proj", "act_fn"))
         known = activation_kind(self.act_fn if act_fn is None else act_fn) == self.kind
-        assert gate is not None
-        assert up is not None
-        assert down is not None
         if not known or not self._hands_over() or any_trained(gate, up, down):
             return None
-        return gate, up, cast(Fp8Linear, down)
+        return gate, up, down
 
     @constant_in_graphs
     def _hands_over(self) -> bool:

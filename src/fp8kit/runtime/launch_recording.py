@@ -44,6 +44,7 @@ _EMPTY: dict[str, Callable[..., Tensor]] = {
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 _address = Tensor.data_ptr
+_is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 _local = threading.local()
 Result = TypeVar("Result", bound="Tensor | Sequence[Tensor]")
 
@@ -90,7 +91,7 @@ class AllocationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
             self.allocated.append(result)
-        elif not func.is_view and func is not _aten._unsafe_view.default:
+        elif not _shares_memory(func, result, args):
             self.foreign = str(func)
         return result
 
@@ -234,6 +235,14 @@ def have_own_addresses(inputs: Sequence[Tensor], constants: Sequence[Tensor | No
     starts = [x.data_ptr() for x in inputs]
     others = {t.data_ptr() for t in constants if t is not None}
     return len({*starts} - others) == len(starts)
+
+
+def _shares_memory(func: Any, result: Any, args: Any) -> bool:
+    """Return whether an operation gave views, and did not copy as ``reshape`` sometimes does."""
+    if not func.is_view and func is not _aten._unsafe_view.default:
+        return False
+    views = result if isinstance(result, (list, tuple)) else (result,)
+    return all(_is_alias_of(args[0], view) for view in views)
 
 
 def _is_whole(result: Tensor, memory: Tensor) -> bool:
