@@ -7,6 +7,7 @@ byte for byte, and what they hold loads into another model and is what was saved
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import itertools
 import json
@@ -112,8 +113,14 @@ def run(model: nn.Module, rows: int) -> Tensor:
         states = torch.ones(1, 8, 128, dtype=torch.bfloat16, device=device)
         result: Tensor = model(images, states, return_dict=False)[0]
         return result
-    y = model(IDS[:, :rows].to(device))
+    y = model(ids(rows, device))
     return y if isinstance(y, Tensor) else y.logits
+
+
+@functools.cache
+def ids(rows: int, device: torch.device) -> Tensor:
+    """Return tokens; those of an earlier call, as nothing is copied to a GPU during a capture."""
+    return IDS[:, :rows].to(device)
 
 
 def without_gradients(model: nn.Module) -> None:

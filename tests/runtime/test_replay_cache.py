@@ -864,6 +864,6 @@ def test_inputs_that_an_operator_copies_are_read_anew_on_a_gpu() -> None:
     layer = made(linear=nn.Linear(128, 128, dtype=torch.bfloat16, device="cuda"))
     whole = torch.randn(6, 2, 65, 128, dtype=torch.bfloat16, device="cuda")
     for x in (*whole.mT.reshape(6, 2, 128, 65)[..., :64].mT, *whole[:, :, 1:]):
-        with torch.autocast("cuda"):
+        with torch.autocast("cuda", torch.bfloat16):
             found = layer(x)
         assert_bits_equal(found, layer(x.contiguous()))
