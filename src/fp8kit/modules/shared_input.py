@@ -233,9 +233,9 @@ class SharedInput:
 
     def _copied(self, x: Tensor) -> Tensor | None:
         host = type(x) is Tensor and x.device.type == "cpu" and not is_traced()
-        # hooks run between the calls of code that is known
-        may_change = not self.unchanging or is_watched(*self.members)
-        return x.clone() if host and may_change else None
+        if not host or (self.unchanging and not is_watched(*self.members)):
+            return None  # hooks run between the calls of code that is known, too
+        return x.clone()
 
     def _trained(self, x: Tensor) -> bool:
         biases = (m.bias for m in self.members if m.bias is not None)
