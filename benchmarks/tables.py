@@ -533,6 +533,10 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "decoder_layer": ("A Llama-8B decoder layer", decoder_layer),
     "trials": ("What parts of the fusion save", trials),
     "compiled": ("The decoder layer under torch.compile", compiled),
+    "compiled_h100": (
+        "The decoder layer under torch.compile on an H100, with activations that write FP8",
+        compiled,
+    ),
     "generation_llama": ("A Llama-8B, as Transformers runs it", whole_model),
     "generation_llama_h100": ("A Llama-8B on an H100, with later kernels", whole_model),
     "generation_compiled": ("The whole Llama-8B, all 32 layers", whole_model),
