@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8kit
 from fp8kit.modules import fused_producers
@@ -212,7 +213,9 @@ def test_gradients_flow(device: torch.device) -> None:
     model, inputs = ready(flux, device)
     fp8kit.convert(model)
     x = inputs["hidden_states"].requires_grad_()
-    model(**inputs, return_dict=False)[0].float().sum().backward()
+    # cuDNN's attention of torch 2.11 reads unwritten memory in its backward, dense models' too
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        model(**inputs, return_dict=False)[0].float().sum().backward()
     assert x.grad is not None
     assert x.grad.isfinite().all()
     assert x.grad.abs().sum() > 0
