@@ -36,7 +36,7 @@ from fp8kit.modules import fused_producers
 from fp8kit.modules.plain_norm import NormForward
 from numerics import assert_bits_equal, relative_error
 from recorded_calls import install, record_on_cpu
-from tiny_experts import SIZES
+from tiny_experts import SIZES, tiny
 
 pytestmark = pytest.mark.usefixtures("fuses_on_cpu")
 
@@ -719,9 +719,10 @@ class Logits(nn.Module):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("fuse", ["all", "none"])
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
 def test_data_parallel_runs_on_every_gpu(name: str, scheme: str, fuse: str) -> None:
-    model = build(name, torch.device("cuda", 0))
+    gpu = torch.device("cuda", 0)
+    model = build(name, gpu) if name in MODELS else tiny(name).to(gpu)
     fp8kit.convert(model, scheme, fuse=fuse)
     ids = tokens(torch.device("cuda", 0), 64).view(4, 16)
     parallel = nn.DataParallel(Logits(model), [0, 1])

@@ -122,6 +122,16 @@ def test_a_setting_that_is_no_longer_read_cannot_be_changed(given: tuple[Tensor,
     assert numerics.relative_error(module(*given), dense(*given)) < 0.1
 
 
+def test_replicas_of_other_gpus_get_copies_of_all_that_is_held(given: tuple[Tensor, ...]) -> None:
+    """As ``DataParallel`` makes them: parameters are attributes, children are replicas, too."""
+    module = converted(Bounded(nn.SiLU()))
+    replica = module._replicate_for_data_parallel()
+    replica.act_fn = module.act_fn._replicate_for_data_parallel()
+    for name, parameter in module.named_parameters(recurse=False):
+        setattr(replica, name, parameter.detach())
+    numerics.assert_bits_equal(replica(*given), module(*given))
+
+
 @pytest.mark.parametrize("how", ["hook", "forward"])
 def test_other_code_at_the_activation_runs(how: str, given: tuple[Tensor, ...]) -> None:
     dense = Bounded(nn.SiLU())

@@ -42,7 +42,8 @@ class StackedExperts(ExpertTensors):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse what the dense class would compute otherwise by, and this does not see."""
-        if name in self.settled and (old := getattr(self, name)) is not value and old != value:
+        known = name not in self.settled or hasattr(self, "_is_replica")  # it gets copies of all
+        if not known and (old := getattr(self, name)) is not value and old != value:
             raise AttributeError(
                 teach(
                     f"{name} of FP8 {self.dense_class.__name__} was set to {value!r:.80}.",
