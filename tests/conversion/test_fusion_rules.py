@@ -148,7 +148,15 @@ def test_a_decoder_layer_and_a_namesake() -> None:
 
 def test_every_rule_of_the_families_can_be_read() -> None:
     rules = {rule for rules in BLOCKS.values() for rule in rules}
-    assert all(Link.parse("", rule).producer for rule in rules)
+    links = [Link.parse("", rule, family=True) for rule in rules]
+    assert all(link.producer for link in links)
+    assert [link.consumers for link in links if link.concatenated] == [("proj_out",)]
+
+
+def test_users_have_no_rule_for_what_is_read_behind_other_columns() -> None:
+    model = nn.Sequential(nn.Sequential(nn.GELU(), nn.Linear(64, 64)))
+    with pytest.raises(fp8kit.ConversionError, match=r"do not exist: \+>"):
+        fp8kit.convert(model, fuse={"*": ["0 +> 1"]})
 
 
 TINY = {

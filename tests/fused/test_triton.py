@@ -328,6 +328,30 @@ def test_activations_quantize_their_rounded_result_exactly(
     assert_same(fused.activation(kind, gate, up if gated else None, t), reference.quantized(act, t))
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype", "group", "shape", "width"),
+    pairwise(ACTIVATIONS, INPUTS[:2], GROUPS, SHAPES, (1, 64, 320)),
+    ids=str,
+)
+def test_activations_behind_other_columns(
+    device: torch.device,
+    kind: str,
+    dtype: torch.dtype,
+    group: GroupShape,
+    shape: tuple[int, int],
+    width: int,
+) -> None:
+    m, k = shape
+    wide = torch.randn(m, width + k, device=device).to(dtype).mul(3)
+    left, gate = wide[:, :width], wide[:, width:].contiguous()
+    whole = torch.cat((left, applied(kind, gate)), 1)
+    t = target(whole, group)
+    assert_same(fused.activation(kind, gate, None, t, left), reference.quantized(whole, t))
+    whole = torch.cat((left, reference.activated(kind, gate, None)), 1)
+    found = reference.activation(kind, gate, None, t, left)
+    assert_same(found, reference.quantized(whole, t))
+
+
 def infinity(kind: str, device: torch.device) -> list[float]:
     # torch's vectorized GELU on a CPU overflows too early, and makes NaN of infinity
     return [] if kind == "gelu" and device.type == "cpu" else [float("inf")]

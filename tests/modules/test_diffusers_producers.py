@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fp8kit
 from fp8kit.modules import fused_producers
 from numerics import assert_bits_equal, relative_error
+from registered_calls import RegisteredCalls
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what diffusers warns about on import is not ours to fix
@@ -207,6 +208,34 @@ def test_compiles_to_one_graph(name: str, device: torch.device) -> None:
         difference = relative_error(found, output(model, inputs))
     # in the graph every norm is the model's own
     assert difference < 0.02
+
+
+# what a user may do to a block whose activation is read behind attention
+BLOCK_CHANGES: dict[str, Callable[[Any], object]] = {
+    "activation hook": lambda b: b.act_mlp.register_forward_hook(lambda m, a, y: 2 * y),
+    "activation": lambda b: setattr(b, "act_mlp", nn.ReLU()),
+    "approximation": lambda b: setattr(b.act_mlp, "approximate", "none"),
+    "layer hook": lambda b: b.proj_out.register_forward_pre_hook(lambda m, a: (2 * a[0],)),
+    "layer": lambda b: setattr(b, "proj_out", copy.deepcopy(b.proj_out)),
+    "forward": lambda b: setattr(b.act_mlp, "forward", torch.tanh),
+}
+
+
+@pytest.mark.parametrize("change", BLOCK_CHANGES)
+def test_a_changed_block_concatenates_itself(change: str, device: torch.device) -> None:
+    model, inputs = ready(flux, device)
+    plain = copy.deepcopy(model)
+    fp8kit.convert(model)
+    fp8kit.convert(plain, fuse="none")
+    with RegisteredCalls() as before:
+        output(model, inputs)
+    for changed in (model, plain):
+        BLOCK_CHANGES[change](changed.single_transformer_blocks[0])
+    with RegisteredCalls() as after:
+        found = output(model, inputs)
+    assert relative_error(found, output(plain, inputs)) < 0.02
+    operator = "concatenated_activation_quantize"
+    assert (before.names.count(operator), after.names.count(operator)) == (1, 0)
 
 
 def test_gradients_flow(device: torch.device) -> None:

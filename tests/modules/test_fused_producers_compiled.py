@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8kit
-from modules.test_diffusers_producers import basic, ready
+from modules.test_diffusers_producers import basic, flux, ready
 from modules.test_fused_producers import build
 from numerics import assert_bits_equal, relative_error
 
@@ -50,6 +51,33 @@ def feed_forward(device: torch.device, scheme: str = "FP8_DYNAMIC") -> Any:
 def hidden(device: torch.device, rows: int = 7) -> Tensor:
     torch.manual_seed(1)
     return torch.randn(1, rows, 128, device=device, dtype=torch.bfloat16)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_activation_is_read_behind_attention_in_a_graph(
+    broken: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = ready(flux, device)
+    plain = copy.deepcopy(model)
+    fp8kit.convert(model)
+    fp8kit.convert(plain, fuse="none")
+    if broken:  # between the activation and the concatenation
+        attend = type(model.single_transformer_blocks[0].attn).forward
+
+        def breaking(*args: Any, **kwargs: Any) -> Any:
+            y = attend(*args, **kwargs)
+            torch._dynamo.graph_break()
+            return y
+
+        for each in (model, plain):
+            attention = each.single_transformer_blocks[0].attn
+            attention.forward = functools.partial(breaking, attention)
+    compiled = Compiled(model, fullgraph=not broken)
+    found = compiled(**inputs, return_dict=False)[0]
+    graphs = [name for graph in compiled.graphs for name in graph]
+    assert broken or any("concatenated_activation_quantize" in name for name in graphs)
+    assert relative_error(found, plain(**inputs, return_dict=False)[0]) < 0.02
 
 
 @torch.no_grad()

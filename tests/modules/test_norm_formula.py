@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8kit
 from fp8kit import fused
@@ -20,6 +19,7 @@ from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime.replay_cache import MOST_KEYS, ReplayCache
 from numerics import assert_bits_equal
 from recorded_calls import CpuBackends, install
+from registered_calls import RegisteredCalls
 
 K = 256
 SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK")
@@ -257,21 +257,11 @@ def test_another_scheme_or_formula_is_not_repeated(cpu_backends: CpuBackends) ->
         assert_codes(codes, quantized(formula, x, norm, scheme))
 
 
-class Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_whoever_looks_on_sees_the_operator(cpu_backends: CpuBackends) -> None:
     norm, recordings = recorded_norm(cpu_backends)
-    with Seen() as seen:
+    with RegisteredCalls() as seen:
         FORMULAS["layer"].codes((x_of(),), norm, BLOCKS).run(recordings)[0]
-    assert "fp8kit.layer_norm_quantize.default" in seen.names
+    assert "layer_norm_quantize" in seen.names
 
 
 class Wrapped(Tensor):

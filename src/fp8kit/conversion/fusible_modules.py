@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from fp8kit.fused import reference
 from fp8kit.modules.decoder_layer import RandomChild
 from fp8kit.modules.diffusers_producers import (
+    ConcatenatedActivation,
     FusedAdaptiveNorm,
     FusedFeedForward,
     Modulation,
@@ -40,8 +41,13 @@ _ADAPTIVE = {
 _FEED_FORWARD = "diffusers.models.attention.FeedForward"
 
 
-def make_producer(module: nn.Module, consumers: Consumers) -> Producer | None:
-    """Return the fused form of a norm or activation, ``None`` if there is none."""
+def make_producer(
+    module: nn.Module, consumers: Consumers, concatenated: bool = False
+) -> Producer | None:
+    """Return the fused form of a norm or activation, ``None`` if there is none.
+
+    The block may read its result ``concatenated`` behind another tensor.
+    """
     if "forward" in vars(module):  # offloading brings its weights only to this forward
         return None
     modulation = _ADAPTIVE.get(_full_name(module))
@@ -52,6 +58,8 @@ def make_producer(module: nn.Module, consumers: Consumers) -> Producer | None:
             return None
         return FusedAdaptiveNorm(module, inner.eps, modulation, consumers)
     kind = activation_kind(module)
+    if concatenated:
+        return None if kind is None else ConcatenatedActivation(module, kind, consumers)
     if kind is not None:
         return FusedActivation(module, kind, consumers)
     formula = recognize_norm(module)

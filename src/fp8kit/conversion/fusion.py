@@ -154,4 +154,5 @@ def _producer(model: nn.Module, link: Link) -> Producer | None:
         return None
     if own_forward(module) is not None:
         drop_forward(module)
-    return fusible_modules.make_producer(module, Consumers(group, link.unchanged(model)))
+    consumers = Consumers(group, link.unchanged(model))
+    return fusible_modules.make_producer(module, consumers, link.concatenated)

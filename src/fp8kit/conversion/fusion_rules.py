@@ -1,8 +1,9 @@
 """Which module feeds which layers: in blocks whose code is known, and by users' own rules.
 
 A link is written as in ``"norm1 -> attn.q attn.k attn.v"``: the norm or activation ``norm1`` of a
-block is read by these three linear layers of it, in this order, and by nothing else. Without an
-arrow, ``"attn.k attn.v"``, the layers read one tensor. Paths start at the block.
+block is read by these three linear layers of it, in this order, and by nothing else. In
+``"act +> out"``, of known blocks, the layer reads it behind the columns of another tensor. Without
+an arrow, ``"attn.k attn.v"``, the layers read one tensor. Paths start at the block.
 """
 
 from __future__ import annotations
@@ -40,18 +41,20 @@ class Link:
 
     ``block`` is empty for the model itself. ``producer`` and ``consumers`` are paths in the block,
     the latter in call order; without a producer only sharing is known. ``family`` if it was found
-    in ``BLOCKS``, not given by a user.
+    in ``BLOCKS``, not given by a user. ``concatenated`` if it is read behind another tensor.
     """
 
     block: str
     producer: str | None
     consumers: tuple[str, ...]
     family: bool = False
+    concatenated: bool = False
 
     @staticmethod
     def parse(block: str, rule: str, family: bool = False) -> Link:
         """Read ``"producer -> layer layer"`` or ``"layer layer"``, or raise a ``ValueError``."""
-        head, arrow, tail = rule.rpartition("->")
+        concatenated = family and "+>" in rule
+        head, arrow, tail = rule.rpartition("+>" if concatenated else "->")
         sources, layers = head.split(), tail.split()
         if len(sources) != bool(arrow) or len(layers) < (1 if arrow else 2):
             raise InvalidValue(
@@ -59,7 +62,8 @@ class Link:
                 "A rule is 'norm -> layer layer ...', or 'layer layer ...' with two or more.",
                 "Write paths from the block, separated by spaces.",
             )
-        return Link(block, sources[0] if sources else None, tuple(layers), family)
+        source = sources[0] if sources else None
+        return Link(block, source, tuple(layers), family, concatenated)
 
     def name(self, path: str) -> str:
         """Return the qualified name of a path in the block."""

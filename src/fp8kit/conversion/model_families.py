@@ -43,6 +43,11 @@ _JOINT = (
     "norm1 -> attn.to_q attn.to_k attn.to_v",
     "norm1_context -> attn.add_q_proj attn.add_k_proj attn.add_v_proj",
 )
+# whose single blocks concatenate attention and feed-forward
+_CONCATENATING = (
+    *("flux", "chroma", "bria", "bria_fibo", "longcat_image", "motif_video"),
+    *("hunyuan_video", "hunyuanimage"),
+)
 # mixtures of experts among them have the first link alone
 _PLAIN_FAMILIES = (
     *("llama", "mistral", "ministral", "ministral3", "mixtral"),
@@ -54,6 +59,12 @@ _PLAIN_FAMILIES = (
 BLOCKS: dict[str, tuple[str, ...]] = {
     **{f"transformers.models.{family}.*DecoderLayer": _PLAIN for family in _PLAIN_FAMILIES},
     **{f"transformers.models.{family}.*DecoderLayer": _SANDWICH for family in ("gemma2", "gemma3")},
+    **{
+        f"diffusers.models.transformers.transformer_{family}.*SingleTransformerBlock": (
+            "act_mlp +> proj_out",
+        )
+        for family in _CONCATENATING
+    },
     "diffusers.models.transformers.transformer_flux.FluxTransformerBlock": _JOINT,
     "diffusers.models.transformers.transformer_flux.FluxSingleTransformerBlock": (
         "norm -> proj_mlp attn.to_q attn.to_k attn.to_v",

@@ -7,6 +7,7 @@ each schema are a ``Target``, in order; validation is the caller's (``fused``).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -103,6 +104,19 @@ def _activation_fake(gate: Tensor, *arguments: Any) -> list[Tensor]:
     return _fake_outputs(gate, _target(arguments[2:]))
 
 
+def concatenated_activation(left: Tensor, gate: Tensor, kind: str, *arguments: Any) -> list[Tensor]:
+    """Quantize ``[left, act(gate)]``; the body of ``concatenated_activation_quantize``."""
+    target, k = _target(arguments), left.shape[-1] + gate.shape[-1]
+    backend = _backend(dataclasses.replace(FusedProblem.of(kind, gate, target), k=k))
+    data, scale = backend.activation(kind, gate, None, target, left)
+    return _outputs(data, scale, target)
+
+
+def _concatenated_activation_fake(left: Tensor, gate: Tensor, *arguments: Any) -> list[Tensor]:
+    whole = gate.new_empty((*gate.shape[:-1], left.shape[-1] + gate.shape[-1]))
+    return _fake_outputs(whole, _target(arguments[1:]))
+
+
 for _schema, _impl, _fake in (
     (
         "rms_norm_quantize(Tensor x, Tensor? residual, Tensor weight, float eps,"
@@ -120,6 +134,12 @@ for _schema, _impl, _fake in (
         f"activation_quantize(Tensor gate, Tensor? up, str kind, {_TARGET}) -> Tensor[]",
         activation,
         _activation_fake,
+    ),
+    (
+        f"concatenated_activation_quantize(Tensor left, Tensor gate, str kind, {_TARGET})"
+        " -> Tensor[]",
+        concatenated_activation,
+        _concatenated_activation_fake,
     ),
 ):
     refuse_backward(
@@ -147,6 +167,9 @@ def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
 RMS_NORM = Operator(rms_norm, torch.ops.fp8kit.rms_norm_quantize)
 LAYER_NORM = Operator(layer_norm, torch.ops.fp8kit.layer_norm_quantize)
 ACTIVATION = Operator(activation, torch.ops.fp8kit.activation_quantize)
+CONCATENATED_ACTIVATION = Operator(
+    concatenated_activation, torch.ops.fp8kit.concatenated_activation_quantize
+)
 # of torch's operators, with gradients
 RMS_NORMED = Operator(rms_normed, reference.rms_normed)
 ROTATED = Operator(rotated, reference.rotated)
@@ -181,6 +204,7 @@ def _modulated(operator: Operator) -> Operator:
 
 RMS_NORM_ROWS, LAYER_NORM_ROWS, ACTIVATION_ROWS = map(_in_rows, (RMS_NORM, LAYER_NORM, ACTIVATION))
 MODULATED_NORM_ROWS = _modulated(LAYER_NORM_ROWS)
+CONCATENATED_ACTIVATION_ROWS = _in_rows(CONCATENATED_ACTIVATION)
 
 
 @functools.cache

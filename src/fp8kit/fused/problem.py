@@ -100,6 +100,6 @@ class FusedBackend(Backend):
 
     rms_norm: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
     layer_norm: Callable[..., tuple[Tensor, Tensor]]
-    activation: Callable[[str, Tensor, Tensor | None, Target], tuple[Tensor, Tensor]]
+    activation: Callable[..., tuple[Tensor, Tensor]]
     rms_normed: Callable[[Tensor, Tensor, float, float, str], Tensor]
     rotated: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -69,13 +69,16 @@ def layer_norm(
     return quantized(layer_normed(x, weight, bias, modulation, eps, rounding), target)
 
 
-def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> tuple[Tensor, Tensor]:
-    """Quantize ``act(gate) * up``, or ``act(gate)``.
+def activation(
+    kind: str, gate: Tensor, up: Tensor | None, target: Target, left: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantize ``act(gate) * up``, or ``act(gate)``, behind the columns ``left [..., K1]`` if any.
 
     ``kind`` is ``"silu"``, ``"gelu"`` (erf) or ``"gelu_tanh"``; ``gate`` is bf16, fp16 or fp32
     ``[..., K]``, and ``up`` like it. The scale is the given one if static.
     """
-    return quantized(activated(kind, gate, up), target)
+    y = activated(kind, gate, up)
+    return quantized(y if left is None else torch.cat((left, y), -1), target)
 
 
 def rms_normed(

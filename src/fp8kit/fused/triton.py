@@ -95,13 +95,17 @@ def layer_norm(
     return output.data, output.scale
 
 
-def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> tuple[Tensor, Tensor]:
+def activation(
+    kind: str, gate: Tensor, up: Tensor | None, target: Target, left: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Quantize ``act(gate) * up`` or ``act(gate)``; arguments as in ``reference``."""
     if gate.numel() == 0:
-        return reference.activation(kind, gate, up, target)
-    output = Output.of(gate, target)
+        return reference.activation(kind, gate, up, target, left)
+    k = gate.shape[-1] + (0 if left is None else left.shape[-1])
+    output = Output.of(gate[..., :1].expand(*gate.shape[:-1], k), target)
+    up, left = (None if x is None else _rows(x) for x in (up, left))
     with current(gate.device):
-        quantize_activation(kind, _rows(gate), None if up is None else _rows(up), output)
+        quantize_activation(kind, _rows(gate), up, left, output)
     return output.data, output.scale
 
 

@@ -116,16 +116,19 @@ def activate(x, KIND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _activation_kernel(
-    gate_ptr,  # [M, K]
+    gate_ptr,  # [M, K - K_LEFT]
     up_ptr,  # [M, K] or None
+    left_ptr,  # [M, K_LEFT] or None
     scale_ptr,
     scale_ub_ptr,
     data_ptr,  # [M, K] bytes, contiguous
     M,
     stride_gm,
     stride_um,
+    stride_lm,
     min_scale,
-    K: tl.constexpr,
+    K: tl.constexpr,  # of the result: columns of left_ptr, then of gate_ptr
+    K_LEFT: tl.constexpr,
     KIND: tl.constexpr,
     SCALES: tl.constexpr,
     GROUP: tl.constexpr,
@@ -147,7 +150,17 @@ def _activation_kernel(
     for i in tl.static_range(HELD):
         col = first + i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         mask = existing(row, M)[:, None] & (col < K)
-        gate = tl.load(gate_ptr + row[:, None] * stride_gm + col, mask=mask, other=0.0)
+        if left_ptr is None:
+            gate = tl.load(gate_ptr + row[:, None] * stride_gm + col, mask=mask, other=0.0)
+        else:
+            behind = col >= K_LEFT
+            left = tl.load(
+                left_ptr + row[:, None] * stride_lm + col, mask=mask & ~behind, other=0.0
+            )
+            gate = tl.load(
+                gate_ptr + row[:, None] * stride_gm + (col - K_LEFT), mask=mask & behind, other=0.0
+            )
+            gate = tl.where(behind, gate, left)
         gates = appended(gates, gate)
         if up_ptr is not None:
             up = tl.load(up_ptr + row[:, None] * stride_um + col, mask=mask, other=0.0)
@@ -155,6 +168,9 @@ def _activation_kernel(
     results = ()
     for i in tl.static_range(HELD):
         y = narrow(activate(widen(gates[i]), KIND), DTYPE)
+        if left_ptr is not None:
+            col = first + i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+            y = tl.where(col >= K_LEFT, y, gates[i])
         if up_ptr is not None:
             y = rounded_product(y, ups[i])
         results = appended(results, y)
@@ -162,12 +178,15 @@ def _activation_kernel(
                  K, SCALES, GROUP, DIVISION, FP8_MAX, HELD)  # fmt: skip
 
 
-def quantize_activation(kind: str, gate: Tensor, up: Tensor | None, output: Output) -> None:
+def quantize_activation(
+    kind: str, gate: Tensor, up: Tensor | None, left: Tensor | None, output: Output
+) -> None:
     """Activate the rows of ``gate``, multiply by ``up`` and quantize into ``output``.
 
-    Both are ``[M, K]`` with unit stride along K.
+    Both are ``[M, K]`` with unit stride along K, as is ``left [M, K1]``, whose columns come first.
     """
-    m, k = gate.shape
+    (m, k), k_left = gate.shape, 0 if left is None else left.shape[1]
+    k += k_left
     constants, overlap = output.constants, overlaps(output.data.device)
     whole_rows = constants["SCALES"] == "row"
     sizes = (gate.element_size(), constants["GROUP"])
@@ -179,8 +198,9 @@ def quantize_activation(kind: str, gate: Tensor, up: Tensor | None, output: Outp
     across = triton.cdiv(k, tile.held * tile.cols)
     launch(
         _activation_kernel, triton.cdiv(m, tile.rows) * across,
-        gate, up, *output.arguments()[:3], m, gate.stride(0), 0 if up is None else up.stride(0),
-        output.min_scale, K=k, KIND=kind, **constants,
+        gate, up, left, *output.arguments()[:3], m,
+        *(0 if x is None else x.stride(0) for x in (gate, up, left)),
+        output.min_scale, K=k, K_LEFT=k_left, KIND=kind, **constants,
         BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held,
         OVERLAP=overlap, launch_pdl=overlap, num_warps=tile.warps,
         maxnreg=40 if capped else None, enable_fp_fusion=False,

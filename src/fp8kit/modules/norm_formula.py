@@ -88,6 +88,17 @@ def activation_codes(kind: str, gate: Tensor, up: Tensor | None, scheme: Scheme)
     return _codes(operators.ACTIVATION_ROWS, inputs, constants, (kind,), scheme, check)
 
 
+def concatenated_codes(kind: str, left: Tensor, gate: Tensor, scheme: Scheme) -> CodesCall:
+    """Return the call that computes ``[left, act(gate)]`` as layers read it.
+
+    Arguments as of ``activation_codes``; ``left [..., K1]`` has the rows and dtype of ``gate``.
+    """
+    check = functools.partial(arguments.activation_arguments, kind, gate, None)
+    operator, inputs = operators.CONCATENATED_ACTIVATION_ROWS, (left, gate)
+    shape = torch.Size((*gate.shape[:-1], left.shape[-1] + gate.shape[-1]))
+    return _codes(operator, inputs, (), (kind,), scheme, check, shape)
+
+
 def gated_codes(
     kind: str, call: CodesCall, width: int, options: Options, scheme: Scheme
 ) -> CodesCall:
@@ -131,11 +142,16 @@ def _codes(
     settings: Options,
     scheme: Scheme,
     check: Callable[[arguments.QuantizeOptions], object],
+    shape: torch.Size | None = None,
 ) -> CodesCall:
-    """Describe a call whose arguments ``check`` raises for, given how it quantizes."""
+    """Describe a call whose arguments ``check`` raises for, given how it quantizes.
+
+    ``shape`` is that of what is quantized, by default of the first input.
+    """
     x, options = inputs[0], (*settings, *_target(scheme))
+    kind = (_group(scheme), x.shape if shape is None else shape, x.dtype)
     fits = functools.partial(_check, check, scheme)
-    return CodesCall(operator, inputs, constants, options, _group(scheme), x.shape, x.dtype, fits)
+    return CodesCall(operator, inputs, constants, options, *kind, fits)
 
 
 def _check(check: Callable[[arguments.QuantizeOptions], object], scheme: Scheme) -> None:

@@ -1,4 +1,4 @@
-"""What an ``Fp8Linear`` takes beside plain tensors: codes, jagged tensors, proxies of a trace."""
+"""What an ``Fp8Linear`` takes beside plain tensors: codes, deferred and jagged ones, proxies."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from torch.nested._internal.nested_tensor import NestedTensor
 
 from fp8kit.errors import InvalidValue
 from fp8kit.formats import QTensor
+from fp8kit.modules.deferred import Deferred, multiplied
 from fp8kit.ops import validation
 from fp8kit.ops.operators import RowCodes
 
 if TYPE_CHECKING:
     from fp8kit.modules.linear import Fp8Linear
 
-OTHERS = (Proxy, QTensor, NestedTensor)
+OTHERS = (Proxy, QTensor, NestedTensor, Deferred)
 
 
 def of_others(layer: Fp8Linear, x: Any) -> Any:
-    """Multiply codes, or a jagged tensor; of a proxy make one call in a ``torch.fx`` graph."""
+    """Multiply what is no plain tensor; of a proxy make one call in a ``torch.fx`` graph."""
     if isinstance(x, QTensor):
         return layer.multiply(row_codes(layer, x))
+    if isinstance(x, Deferred):
+        return multiplied(layer, x)
     if isinstance(x, Proxy):
         tracer: Any = x.tracer
         return tracer.create_proxy("call_module", tracer.path_of_module(layer), (x,), {})

@@ -1,0 +1,20 @@
+"""The operators of this package that torch sees: whoever looks on makes each call one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class RegisteredCalls(TorchDispatchMode):
+    """Collects their names, in the order of the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fp8kit":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
