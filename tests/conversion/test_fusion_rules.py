@@ -155,8 +155,8 @@ def test_every_rule_of_the_families_can_be_read() -> None:
 
 def test_users_have_no_rule_for_what_is_read_behind_other_columns() -> None:
     model = nn.Sequential(nn.Sequential(nn.GELU(), nn.Linear(64, 64)))
-    with pytest.raises(fp8kit.ConversionError, match=r"do not exist: \+>"):
-        fp8kit.convert(model, fuse={"*": ["0 +> 1"]})
+    with pytest.raises(ConversionError, match=r"do not exist: \+>"):
+        given_links(model, {"*": ["0 +> 1"]})
 
 
 TINY = {
