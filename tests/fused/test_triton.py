@@ -329,8 +329,8 @@ def test_activations_quantize_their_rounded_result_exactly(
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "group", "shape", "width"),
-    pairwise(ACTIVATIONS, INPUTS[:2], GROUPS, SHAPES, (1, 64, 320)),
+    ("kind", "dtype", "group", "shape", "width", "gated"),
+    pairwise(ACTIVATIONS, INPUTS[:2], GROUPS, SHAPES, (1, 64, 320), (False, True)),
     ids=str,
 )
 def test_activations_behind_other_columns(
@@ -340,16 +340,17 @@ def test_activations_behind_other_columns(
     group: GroupShape,
     shape: tuple[int, int],
     width: int,
+    gated: bool,
 ) -> None:
     m, k = shape
-    wide = torch.randn(m, width + k, device=device).to(dtype).mul(3)
-    left, gate = wide[:, :width], wide[:, width:].contiguous()
-    whole = torch.cat((left, applied(kind, gate)), 1)
-    t = target(whole, group)
-    assert_same(fused.activation(kind, gate, None, t, left), reference.quantized(whole, t))
-    whole = torch.cat((left, reference.activated(kind, gate, None)), 1)
-    found = reference.activation(kind, gate, None, t, left)
-    assert_same(found, reference.quantized(whole, t))
+    wide = torch.randn(m, width + 2 * k, device=device).to(dtype).mul(3)
+    left, gate, up = wide.split([width, k, k], 1)
+    gate, up = gate.contiguous(), up if gated else None
+    t, act = target(wide[:, : width + k], group), applied(kind, gate)
+    whole = torch.cat((left, act if up is None else act * up), 1)
+    assert_same(fused.activation(kind, gate, up, t, left), reference.quantized(whole, t))
+    whole = torch.cat((left, reference.activated(kind, gate, up)), 1)
+    assert_same(reference.activation(kind, gate, up, t, left), reference.quantized(whole, t))
 
 
 def infinity(kind: str, device: torch.device) -> list[float]:

@@ -1,4 +1,4 @@
-"""Activations that wait to be read: by a layer behind other columns, or by anything else."""
+"""Activations that wait to be read: by a layer, also behind other columns, or anything else."""
 
 from __future__ import annotations
 
@@ -25,24 +25,34 @@ def layer(k: int = 256, scheme: str = "FP8_DYNAMIC") -> fp8kit.Fp8Linear:
     return fp8kit.Fp8Linear.from_linear(nn.Linear(k, 128), scheme)
 
 
-def activation() -> DeferredActivation:
-    return DeferredActivation("gelu_tanh", RIGHT)
+def activation(up: Tensor | None = None) -> DeferredActivation:
+    return DeferredActivation("gelu_tanh", RIGHT, up)
 
 
-def whole() -> Tensor:
-    return torch.cat((LEFT, nn.functional.gelu(RIGHT, approximate="tanh")), 2)
+def activated(up: Tensor | None = None) -> Tensor:
+    y = nn.functional.gelu(RIGHT, approximate="tanh")
+    return y if up is None else y * up
+
+
+def whole(up: Tensor | None = None) -> Tensor:
+    return torch.cat((LEFT, activated(up)), 2)
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("up", [None, torch.randn(2, 3, 192)], ids=["alone", "gated"])
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])
-def test_a_layer_reads_both_parts(scheme: str) -> None:
-    expected = layer(scheme=scheme)(whole())
+def test_a_layer_computes_what_it_reads(scheme: str, up: Tensor | None) -> None:
+    expected = layer(scheme=scheme)(whole(up))
     for dim in (2, -1):
-        x = torch.cat([LEFT, activation()], dim=dim)  # type: ignore[list-item]
+        x = torch.cat([LEFT, activation(up)], dim=dim)  # type: ignore[list-item]
         assert type(x) is DeferredConcat
         with RegisteredCalls() as seen:
             assert_bits_equal(layer(scheme=scheme)(x), expected)
         assert OPERATOR in seen.names
+    alone = layer(192, scheme)
+    with RegisteredCalls() as seen:
+        assert_bits_equal(alone(activation(up)), alone(activated(up)))
+    assert seen.names[0] == "activation_quantize"
 
 
 # what else may read an activation, and gets a tensor
@@ -75,11 +85,33 @@ def test_whatever_else_reads_one_gets_a_tensor(reader: str) -> None:
     assert_bits_equal(read(activation()), read(activation().tensor()))
 
 
+def test_an_input_that_was_written_is_not_read() -> None:
+    gate = RIGHT.clone()
+    waiting = DeferredActivation("silu", gate)
+    gate.zero_()
+    for read in (lambda: waiting * 1, lambda: layer(192)(waiting)):
+        with pytest.raises(fp8kit.UnsupportedError, match=r"was written before.*fuse='inputs'"):
+            read()
+
+
+def test_gradients_flow_as_through_the_tensor() -> None:
+    left, gate = LEFT.clone().requires_grad_(), RIGHT.clone().requires_grad_()
+    with torch.no_grad():
+        waiting: Any = DeferredActivation("silu", gate)
+    x = torch.cat([left, waiting], dim=2)
+    layer()(x).sum().backward()
+    assert left.grad is not None
+    assert left.grad.abs().sum() > 0
+    assert gate.grad is None
+    biased = layer(192)
+    assert biased.bias is not None
+    biased.bias.requires_grad_()
+    biased(waiting).sum().backward()
+    assert biased.bias.grad is not None
+
+
 def test_where_codes_may_not_be_the_layer_gets_a_tensor() -> None:
     x: Any = torch.cat([LEFT, activation()], dim=2)  # type: ignore[list-item]
-    with RegisteredCalls() as seen:
-        assert_bits_equal(layer()(x), layer()(whole()))  # with gradients
-    assert OPERATOR not in seen.names
     with torch.no_grad():
         bounded = layer()
         bounded.scale_ub = 0.5

@@ -210,6 +210,74 @@ def test_compiles_to_one_graph(name: str, device: torch.device) -> None:
     assert difference < 0.02
 
 
+BEHIND = "concatenated_activation_quantize"
+
+
+def flux2() -> tuple[nn.Module, Inputs]:
+    model = diffusers.Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        joint_attention_dim=64,
+        axes_dims_rope=(16, 16, 16, 16),
+        timestep_guidance_channels=64,
+        **HEADS,
+    )
+    return model, {
+        "hidden_states": torch.randn(2, 24, 16),
+        "encoder_hidden_states": torch.randn(2, 8, 64),
+        "timestep": torch.tensor([0.5, 0.25]),
+        "guidance": torch.tensor([1.0, 2.0]),
+        "img_ids": torch.randn(24, 4),
+        "txt_ids": torch.randn(8, 4),
+    }
+
+
+def hunyuan() -> tuple[nn.Module, Inputs]:
+    sizes = {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1, "patch_size": 1}
+    widths = {
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_embed_dim": 64,
+        "pooled_projection_dim": 64,
+    }
+    model = diffusers.HunyuanVideoTransformer3DModel(
+        **sizes, **widths, **HEADS, rope_axes_dim=(16, 24, 24), patch_size_t=1
+    )
+    return model, {
+        "hidden_states": torch.randn(1, 4, 2, 4, 4),
+        "encoder_hidden_states": torch.randn(1, 8, 64),
+        "encoder_attention_mask": torch.ones(1, 8),
+        "pooled_projections": torch.randn(1, 64),
+        "timestep": torch.tensor([500]),
+        "guidance": torch.tensor([1000.0]),
+    }
+
+
+# how many activations are quantized alone, and how many behind attention
+ACTIVATED: dict[str, tuple[Build, int, int]] = {
+    "flux": (flux, 2, 1),
+    "flux2": (flux2, 2, 1),
+    "hunyuan": (hunyuan, 2, 1),  # the refiner of the text stays dense
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATED)
+def test_activations_are_quantized_behind_attention(name: str, device: torch.device) -> None:
+    build, alone, behind = ACTIVATED[name]
+    dense, inputs = ready(build, device)
+    separate, together = copy.deepcopy(dense), copy.deepcopy(dense)
+    fp8kit.convert(separate, fuse="none")
+    fp8kit.convert(together)
+    with RegisteredCalls() as seen:
+        found = output(together, inputs)
+    assert seen.names.count("activation_quantize") == alone
+    assert seen.names.count(BEHIND) == behind
+    expected = output(separate, inputs)
+    noise = relative_error(expected, output(dense, inputs))
+    assert relative_error(found, expected) < 0.5 * noise
+
+
 # what a user may do to a block whose activation is read behind attention
 BLOCK_CHANGES: dict[str, Callable[[Any], object]] = {
     "activation hook": lambda b: b.act_mlp.register_forward_hook(lambda m, a, y: 2 * y),
@@ -234,8 +302,7 @@ def test_a_changed_block_concatenates_itself(change: str, device: torch.device) 
     with RegisteredCalls() as after:
         found = output(model, inputs)
     assert relative_error(found, output(plain, inputs)) < 0.02
-    operator = "concatenated_activation_quantize"
-    assert (before.names.count(operator), after.names.count(operator)) == (1, 0)
+    assert (before.names.count(BEHIND), after.names.count(BEHIND)) == (1, 0)
 
 
 def test_gradients_flow(device: torch.device) -> None:

@@ -56,7 +56,7 @@ def hidden(device: torch.device, rows: int = 7) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("broken", [False, True])
 def test_an_activation_is_read_behind_attention_in_a_graph(
-    broken: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    broken: bool, device: torch.device
 ) -> None:
     model, inputs = ready(flux, device)
     plain = copy.deepcopy(model)

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 import fp8kit
 from fp8kit import fused
 from fp8kit.formats import Scheme
+from fp8kit.modules.activation_formula import activation_codes
+from fp8kit.modules.codes_calls import target
 from fp8kit.modules.fused_producers import FusedGatedMlp
-from fp8kit.modules.norm_formula import NormFormula, activation_codes, target
+from fp8kit.modules.norm_formula import NormFormula
 from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime.replay_cache import MOST_KEYS, ReplayCache
 from numerics import assert_bits_equal

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.fused import reference
+from fp8kit.modules.activation_formula import activation_kind
 from fp8kit.modules.decoder_layer import RandomChild
 from fp8kit.modules.diffusers_producers import (
-    ConcatenatedActivation,
     FusedAdaptiveNorm,
     FusedFeedForward,
     Modulation,
@@ -20,7 +20,6 @@ from fp8kit.modules.fused_producers import (
     FusedGatedMlp,
     FusedNorm,
     Producer,
-    activation_kind,
 )
 from fp8kit.modules.norm_formula import NormFormula
 from fp8kit.modules.plain_norm import NormForward
@@ -46,7 +45,7 @@ def make_producer(
 ) -> Producer | None:
     """Return the fused form of a norm or activation, ``None`` if there is none.
 
-    The block may read its result ``concatenated`` behind another tensor.
+    A layer may read the activation ``concatenated``, see ``FusedActivation``.
     """
     if "forward" in vars(module):  # offloading brings its weights only to this forward
         return None
@@ -57,11 +56,9 @@ def make_producer(
         if inner is None or inner.kind != "layer_norm" or embedded:
             return None
         return FusedAdaptiveNorm(module, inner.eps, modulation, consumers)
-    kind = activation_kind(module)
-    if concatenated:
-        return None if kind is None else ConcatenatedActivation(module, kind, consumers)
+    kind = activation_kind(module) or _gated_kind(module)
     if kind is not None:
-        return FusedActivation(module, kind, consumers)
+        return FusedActivation(module, kind, consumers, concatenated)
     formula = recognize_norm(module)
     return None if formula is None else FusedNorm(module, formula, consumers)
 
@@ -92,8 +89,8 @@ def may_own_forward(module: nn.Module) -> bool:
 
 def can_produce(module: nn.Module) -> bool:
     """Return whether a module has a fused form."""
-    known = _full_name(module) in _ADAPTIVE or activation_kind(module) is not None
-    return known or recognize_norm(module) is not None
+    kinds = (activation_kind(module), _gated_kind(module), recognize_norm(module))
+    return _full_name(module) in _ADAPTIVE or any(kind is not None for kind in kinds)
 
 
 def recognize_norm(norm: nn.Module) -> NormFormula | None:
@@ -169,6 +166,22 @@ def _is_gated(mlp: nn.Module) -> bool:
     except Exception:  # whatever it does with what it does not know, it is another module
         return False
     return isinstance(expected, Tensor) and torch.equal(expected, found)
+
+
+def _gated_kind(module: nn.Module) -> str | None:
+    """Try whether a module multiplies one half of its columns by the activation of the first."""
+    if list(module._modules) != ["gate_fn"] or module._parameters or module._buffers:
+        return None
+    kind, random = activation_kind(module._modules["gate_fn"]), torch.Generator().manual_seed(0)
+    x = torch.randn(2, 8, generator=random)
+    try:
+        with on_trial():
+            expected = type(module).forward(module, x)
+    except Exception:  # whatever it does with another number of columns
+        return None
+    if kind is None or not isinstance(expected, Tensor):
+        return None
+    return kind if torch.equal(expected, reference.activated(kind, *x.chunk(2, -1))) else None
 
 
 def is_feed_forward(module: nn.Module) -> bool:

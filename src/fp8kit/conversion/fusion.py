@@ -13,12 +13,12 @@ from fp8kit.conversion.routers import fuse_routers
 from fp8kit.conversion.siblings import share_inputs
 from fp8kit.errors import ConversionError, check_choice
 from fp8kit.formats import Scheme
+from fp8kit.modules.codes_calls import takes_codes
 from fp8kit.modules.decoder_layer import install_residual_forwards
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.fused_producers import Consumers, Fused, Producer
 from fp8kit.modules.joining import can_share
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.modules.norm_formula import takes_codes
 from fp8kit.modules.own_forward import drop_forward, own_forward, set_forward
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.modules.stacked_experts import StackedExperts

@@ -2,8 +2,8 @@
 
 A link is written as in ``"norm1 -> attn.q attn.k attn.v"``: the norm or activation ``norm1`` of a
 block is read by these three linear layers of it, in this order, and by nothing else. In
-``"act +> out"``, of known blocks, the layer reads it behind the columns of another tensor. Without
-an arrow, ``"attn.k attn.v"``, the layers read one tensor. Paths start at the block.
+``"act +> out"``, of known blocks, the layer reads it behind as many other columns as the layer
+gives. Without an arrow, ``"attn.k attn.v"``, the layers read one tensor. Paths start at the block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _OFF: dict[str, tuple[object, ...]] = {
     "norm_type": ("layer_norm",),
     "_chunk_size": (None,),
 }
-_PROCESSORS = ("FluxAttnProcessor", "JointAttnProcessor2_0", "AttnProcessor2_0")
+_PROCESSORS = (
+    *("FluxAttnProcessor", "JointAttnProcessor2_0", "AttnProcessor2_0"),
+    *("Flux2ParallelSelfAttnProcessor", "Flux2KVParallelSelfAttnProcessor"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Link:
 
     ``block`` is empty for the model itself. ``producer`` and ``consumers`` are paths in the block,
     the latter in call order; without a producer only sharing is known. ``family`` if it was found
-    in ``BLOCKS``, not given by a user. ``concatenated`` if it is read behind another tensor.
+    in ``BLOCKS``, not given by a user. ``concatenated`` if it is read behind other columns.
     """
 
     block: str

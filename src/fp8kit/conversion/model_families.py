@@ -65,6 +65,12 @@ BLOCKS: dict[str, tuple[str, ...]] = {
         )
         for family in _CONCATENATING
     },
+    "diffusers.models.transformers.transformer_flux2.Flux2ParallelSelfAttention": (
+        "mlp_act_fn +> to_out",
+    ),
+    "diffusers.models.transformers.transformer_flux[23].Flux*FeedForward": (
+        "act_fn -> linear_out",
+    ),
     "diffusers.models.transformers.transformer_flux.FluxTransformerBlock": _JOINT,
     "diffusers.models.transformers.transformer_flux.FluxSingleTransformerBlock": (
         "norm -> proj_mlp attn.to_q attn.to_k attn.to_v",

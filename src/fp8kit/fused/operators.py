@@ -104,17 +104,19 @@ def _activation_fake(gate: Tensor, *arguments: Any) -> list[Tensor]:
     return _fake_outputs(gate, _target(arguments[2:]))
 
 
-def concatenated_activation(left: Tensor, gate: Tensor, kind: str, *arguments: Any) -> list[Tensor]:
-    """Quantize ``[left, act(gate)]``; the body of ``concatenated_activation_quantize``."""
+def concatenated_activation(
+    left: Tensor, gate: Tensor, up: Tensor | None, kind: str, *arguments: Any
+) -> list[Tensor]:
+    """Quantize activations behind ``left``; the body of ``concatenated_activation_quantize``."""
     target, k = _target(arguments), left.shape[-1] + gate.shape[-1]
     backend = _backend(dataclasses.replace(FusedProblem.of(kind, gate, target), k=k))
-    data, scale = backend.activation(kind, gate, None, target, left)
+    data, scale = backend.activation(kind, gate, up, target, left)
     return _outputs(data, scale, target)
 
 
 def _concatenated_activation_fake(left: Tensor, gate: Tensor, *arguments: Any) -> list[Tensor]:
     whole = gate.new_empty((*gate.shape[:-1], left.shape[-1] + gate.shape[-1]))
-    return _fake_outputs(whole, _target(arguments[1:]))
+    return _fake_outputs(whole, _target(arguments[2:]))
 
 
 for _schema, _impl, _fake in (
@@ -136,8 +138,8 @@ for _schema, _impl, _fake in (
         _activation_fake,
     ),
     (
-        f"concatenated_activation_quantize(Tensor left, Tensor gate, str kind, {_TARGET})"
-        " -> Tensor[]",
+        "concatenated_activation_quantize(Tensor left, Tensor gate, Tensor? up, str kind,"
+        f" {_TARGET}) -> Tensor[]",
         concatenated_activation,
         _concatenated_activation_fake,
     ),

@@ -163,16 +163,17 @@ def _activation_kernel(
             gate = tl.where(behind, gate, left)
         gates = appended(gates, gate)
         if up_ptr is not None:
-            up = tl.load(up_ptr + row[:, None] * stride_um + col, mask=mask, other=0.0)
+            mask = mask & (col >= K_LEFT)
+            up = tl.load(up_ptr + row[:, None] * stride_um + (col - K_LEFT), mask=mask, other=0.0)
             ups = appended(ups, up)
     results = ()
     for i in tl.static_range(HELD):
         y = narrow(activate(widen(gates[i]), KIND), DTYPE)
+        if up_ptr is not None:
+            y = rounded_product(y, ups[i])
         if left_ptr is not None:
             col = first + i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
             y = tl.where(col >= K_LEFT, y, gates[i])
-        if up_ptr is not None:
-            y = rounded_product(y, ups[i])
         results = appended(results, y)
     store_result(results, given, row, first, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,
                  K, SCALES, GROUP, DIVISION, FP8_MAX, HELD)  # fmt: skip

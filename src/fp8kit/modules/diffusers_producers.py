@@ -6,13 +6,12 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from fp8kit.modules.deferred import DeferredActivation
-from fp8kit.modules.fused_producers import Consumers, Fused, Producer, activation_kind, can_multiply
+from fp8kit.modules.activation_formula import activation_codes, activation_kind
+from fp8kit.modules.fused_producers import Consumers, Fused, Producer, can_multiply
 from fp8kit.modules.hooks import is_watched
-from fp8kit.modules.norm_formula import NormFormula, activation_codes
+from fp8kit.modules.norm_formula import NormFormula
 from fp8kit.modules.parameters import any_trained
 from fp8kit.modules.tracing import constant_in_graphs
 
@@ -74,29 +73,6 @@ class FusedAdaptiveNorm(Producer):
         trained = any_trained(projection, self.norm)
         same = self.norm.eps == self.formula.eps
         return shapes and dtypes and same and not trained and not is_watched(self.norm)
-
-
-class ConcatenatedActivation(Producer):
-    """An activation whose result ends the rows that a layer reads, behind those of attention.
-
-    ``kind`` is as of ``FusedActivation``. The block concatenates both by ``torch.cat``.
-    """
-
-    def __init__(self, activation: nn.Module, kind: str, consumers: Consumers) -> None:
-        super().__init__(activation, consumers)
-        self.kind = kind
-
-    def forward(self, input: Tensor) -> Tensor | DeferredActivation:
-        """Activate ``[..., K]``: the result, or what stands for it until it is read."""
-        if torch.is_grad_enabled() or not (self.may_compute(input) and self._hands_over()):
-            y: Tensor = self.unfused(input)
-            return y
-        return DeferredActivation(self.kind, input)
-
-    @constant_in_graphs
-    def _hands_over(self) -> bool:
-        """Return whether the block is as it was known, and nobody looks on."""
-        return not is_watched(self) and self.consumers.are_ready()
 
 
 class FusedFeedForward(Fused):

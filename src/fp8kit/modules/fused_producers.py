@@ -1,11 +1,11 @@
 """Norms, activations and feed-forwards that write FP8.
 
-A fused producer writes only codes and scales. In place of the tensor that was never written it
-returns a NaN, expanded to its shape. The layers behind it recognise that stand-in by identity and
-take the codes; any other reader would see NaN, not a plausible wrong number. Where that could
-happen (a layer was wrapped, or has a hook), and where gradients are needed, the input is not on a
-GPU, or a compiler traces, the replaced module computes instead. A feed-forward hands its codes to
-the layer behind them itself, which no one else can see, so it does that in graphs, too.
+A fused norm writes only codes and scales. In place of the tensor that was never written it returns
+a NaN, expanded to its shape. The layers behind it recognise that stand-in by identity and take the
+codes; any other reader would see NaN, not a plausible wrong number. Where that could happen (a
+layer was wrapped, or has a hook), and where gradients are needed, the input is not on a GPU, or a
+compiler traces, the replaced module computes instead. Of an activation no one else can see codes,
+so feed-forwards, and layers that read what stands for it, make them in graphs, too.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn import functional as F
 
 from fp8kit.formats import Scheme
+from fp8kit.modules.activation_formula import activation_codes, activation_kind, gated_codes
+from fp8kit.modules.codes_calls import takes_codes
+from fp8kit.modules.deferred import DeferredActivation
 from fp8kit.modules.hooks import carry_hooks, is_watched
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.modules.norm_formula import NormFormula, activation_codes, gated_codes, takes_codes
+from fp8kit.modules.norm_formula import NormFormula
 from fp8kit.modules.parameters import any_trained, deepcopied
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.modules.tracing import constant_in_graphs, is_compiled
@@ -38,8 +40,8 @@ _LAYER_CODE = Fp8Linear.forward  # a subclass may compute something else
 # attributes of fused modules themselves, whatever the modules they replace have
 _OWN = frozenset(
     """
-    altered consumers embedding formula gated kind modulation parameter_names positional replaced
-    replays
+    altered concatenated consumers embedding formula gated kind modulation parameter_names
+    positional replaced replays
     """.split()
 )
 
@@ -301,22 +303,34 @@ class FusedNorm(Producer):
 
 
 class FusedActivation(Producer):
-    """An activation that quantizes for the layer behind it.
+    """An activation that is computed and quantized by the layer that reads it.
 
-    ``kind`` is ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
+    ``kind`` is as of ``FusedGatedMlp``; ``gated`` input has the gate's columns, then the others. A
+    layer may read the result ``concatenated``: behind as many columns as the layer gives.
     """
 
-    def __init__(self, activation: nn.Module, kind: str, consumers: Consumers) -> None:
-        super().__init__(activation, consumers)
-        self.kind = kind
+    gated = concatenated = False  # of files from before
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Activate ``[..., K]``: the result, or what stands for it and its offered codes."""
-        if not self.may_offer(input):
+    def __init__(
+        self, activation: nn.Module, kind: str, consumers: Consumers, concatenated: bool = False
+    ) -> None:
+        gate = activation._modules.get("gate_fn")
+        super().__init__(activation, consumers, gate)
+        self.kind, self.gated, self.concatenated = kind, gate is not None, concatenated
+
+    def forward(self, input: Tensor) -> Tensor | DeferredActivation:
+        """Activate ``[..., K]``: the result, or what stands for it until it is read."""
+        if not (self.may_compute(input) and self._hands_over()):
             y: Tensor = self.unfused(input)
             return y
-        call = activation_codes(self.kind, input, None, self.consumers.scheme)
-        return self.consumers.produce(self.replays, call)[0]
+        return DeferredActivation(self.kind, *(input.chunk(2, -1) if self.gated else (input,)))
+
+    @constant_in_graphs
+    def _hands_over(self) -> bool:
+        """Return whether known layers read the result, and nobody looks on."""
+        inner = [m for m in self._modules.values() if m is not None]
+        known = list(map(activation_kind, inner)) == [self.kind] * self.gated
+        return known and not is_watched(self, *inner) and self.consumers.are_ready()
 
 
 class FusedGatedMlp(Fused):
@@ -397,18 +411,6 @@ def can_multiply(layer: nn.Module | None) -> TypeGuard[Fp8Linear]:
         return False
     known = type(layer).forward is _LAYER_CODE and not is_watched(layer)
     return known and takes_codes(layer.scheme)
-
-
-def activation_kind(act_fn: object) -> str | None:
-    """Name the activation of a feed-forward, ``None`` if no kernel has it."""
-    name = type(act_fn).__name__
-    if type(act_fn) is nn.SiLU and act_fn.inplace:  # others may read what it writes
-        return None
-    if type(act_fn) is nn.SiLU or act_fn is F.silu or name == "SiLUActivation":
-        return "silu"
-    if type(act_fn) is nn.GELU:
-        return "gelu_tanh" if act_fn.approximate == "tanh" else "gelu"
-    return "gelu_tanh" if name in ("GELUTanh", "PytorchGELUTanh") else None
 
 
 def _code_of(module: nn.Module) -> object:

@@ -205,7 +205,7 @@ def _second_half(module: nn.Module) -> tuple[FusedNorm, FusedGatedMlp] | None:
 
 def _producer_kind(module: Producer) -> tuple[object, ...]:
     if isinstance(module, FusedActivation):
-        return ("activation", module.kind)
+        return ("activation", module.kind, module.gated, module.concatenated)
     assert isinstance(module, FusedNorm | FusedAdaptiveNorm)
     tensors = (module._parameters.get("weight"), module._parameters.get("bias"))
     weights = tuple(None if t is None else t.dtype for t in tensors)
@@ -285,6 +285,8 @@ def _run(module: nn.Module, lead: tuple[int, int]) -> None:
     elif (halves := _second_half(module)) is not None:
         x = _input(halves[0].consumers.group.first, lead).to(halves[0].weight.dtype)
         vars(module)["forward"].flow.feed_forward(module, x, torch.zeros_like(x))
+    elif isinstance(module, FusedActivation):
+        _run_activation(module, lead)
     elif isinstance(module, Producer):
         group = module.consumers.group
         for result in _produced(module, _input(group.members[0], lead)):
@@ -297,6 +299,16 @@ def _run(module: nn.Module, lead: tuple[int, int]) -> None:
                 module.shared(member, x)
         else:
             module.compute(x)
+
+
+def _run_activation(module: FusedActivation, lead: tuple[int, int]) -> None:
+    """Activate, and multiply by the layers that read the result."""
+    layer = module.consumers.group.first
+    x, columns = _input(layer, lead), layer.out_features if module.concatenated else 0
+    left, gate = x[..., :columns], x[..., columns:]
+    for member in module.consumers.group.members:
+        result = module(torch.cat((gate, gate), -1) if module.gated else gate)
+        member.forward(torch.cat((left, result), -1) if module.concatenated else result)
 
 
 def _run_rotary(module: nn.Module, layers: Sequence[Any], lead: tuple[int, int]) -> None:

@@ -1,0 +1,70 @@
+"""What activations compute, as codes for the layers behind them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fp8kit.formats import Scheme
+from fp8kit.fused import arguments, operators
+from fp8kit.modules.codes_calls import activation_group, codes_call, target_options
+from fp8kit.ops.operators import CodesCall
+from fp8kit.runtime.replay_cache import Options
+
+
+def activation_kind(act_fn: object) -> str | None:
+    """Name the activation of a feed-forward, ``None`` if no kernel has it."""
+    name = type(act_fn).__name__
+    if type(act_fn) is nn.SiLU and act_fn.inplace:  # others may read what it writes
+        return None
+    if type(act_fn) is nn.SiLU or act_fn is F.silu or name == "SiLUActivation":
+        return "silu"
+    if type(act_fn) is nn.GELU:
+        return "gelu_tanh" if act_fn.approximate == "tanh" else "gelu"
+    return "gelu_tanh" if name in ("GELUTanh", "PytorchGELUTanh") else None
+
+
+def activation_codes(kind: str, gate: Tensor, up: Tensor | None, scheme: Scheme) -> CodesCall:
+    """Return the call that computes ``act(gate) * up``, or ``act(gate)``, as layers read it.
+
+    ``kind`` is ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``; both tensors are ``[..., K]``. The call
+    raises ``TypeError`` if one is not of a float dtype, and ``ValueError`` if their shapes differ.
+    """
+    inputs, constants = ((gate,), (None,)) if up is None else ((gate, up), ())
+    check = functools.partial(arguments.activation_arguments, kind, gate, up)
+    return codes_call(operators.ACTIVATION_ROWS, inputs, constants, (kind,), scheme, check)
+
+
+def concatenated_codes(
+    kind: str, left: Tensor, gate: Tensor, up: Tensor | None, scheme: Scheme
+) -> CodesCall:
+    """Return the call that computes what ``activation_codes`` does, behind ``left [..., K1]``.
+
+    ``left`` has the rows, dtype and device of ``gate``.
+    """
+    operator, check = operators.CONCATENATED_ACTIVATION_ROWS, arguments.activation_arguments
+    inputs, constants = ((left, gate), (None,)) if up is None else ((left, gate, up), ())
+    shape = torch.Size((*gate.shape[:-1], left.shape[-1] + gate.shape[-1]))
+    fits = functools.partial(check, kind, gate, up)
+    return codes_call(operator, inputs, constants, (kind,), scheme, fits, shape)
+
+
+def gated_codes(
+    kind: str, call: CodesCall, width: int, options: Options, scheme: Scheme
+) -> CodesCall:
+    """Return the call that activates what a joined gate and up projection make of another's codes.
+
+    Other results are the other's. ``kind`` is as of ``activation_codes``; ``options`` and ``width``
+    are those of each projection, and ``scheme`` that of the layer which reads the codes.
+    """
+    operator, (own, product) = call.then_multiply(options)
+    return call._replace(
+        operator=operators.then_activate(operator),
+        options=(own, product, (kind, *target_options(scheme))),
+        group=activation_group(scheme),
+        shape=torch.Size((*call.shape[:-1], width)),
+        dtype=product[2],
+    )

@@ -1,0 +1,83 @@
+"""How layers of a scheme read what a norm or an activation computes for them.
+
+An eager call repeats the launches of an earlier one, see ``replay_cache``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fp8kit.formats import GROUP128, ROW, GroupShape, Scheme, min_scale
+from fp8kit.fused import arguments
+from fp8kit.ops.operators import CodesCall
+from fp8kit.ops.validation import default_rounding
+from fp8kit.quantizers.scale_layout import product_layout
+from fp8kit.runtime.replay_cache import Operands, Operator, Options
+
+_FUSABLE = (ROW, GROUP128)
+
+
+def takes_codes(scheme: Scheme) -> bool:
+    """Return whether layers of a scheme quantize per row or per 1x128 group, from the data."""
+    return scheme.activation in _FUSABLE and not scheme.static
+
+
+def target(scheme: Scheme) -> arguments.QuantizeOptions:
+    """Return the keywords of ``fp8kit.fused`` that quantize as the layers of a scheme do."""
+    group = activation_group(scheme)
+    rounding = default_rounding(group, scheme.ue8m0)
+    layout = product_layout(group)
+    return {
+        "group": group,
+        "dtype": scheme.dtype,
+        "scale_rounding": rounding,
+        "scale_layout": layout,
+    }
+
+
+def codes_call(
+    operator: Operator,
+    inputs: tuple[Tensor, ...],
+    constants: Operands,
+    settings: Options,
+    scheme: Scheme,
+    check: Callable[[arguments.QuantizeOptions], object],
+    shape: torch.Size | None = None,
+) -> CodesCall:
+    """Describe a call whose arguments ``check`` raises for, given how it quantizes.
+
+    ``shape`` is that of what is quantized, by default of the first input.
+    """
+    x, options = inputs[0], (*settings, *target_options(scheme))
+    kind = (activation_group(scheme), x.shape if shape is None else shape, x.dtype)
+    fits = functools.partial(_check, check, scheme)
+    return CodesCall(operator, inputs, constants, options, *kind, fits)
+
+
+def _check(check: Callable[[arguments.QuantizeOptions], object], scheme: Scheme) -> None:
+    check(target(scheme))
+
+
+def activation_group(scheme: Scheme) -> GroupShape:
+    """Return what has one scale in the input of a layer of a scheme that takes codes."""
+    assert scheme.activation is not None
+    return scheme.activation
+
+
+def target_options(scheme: Scheme) -> Options:
+    """Return the last seven arguments of an operator, which are those of ``target``."""
+    # torch.compile warns of what a function keeps
+    return (_new_target if torch.compiler.is_compiling() else _kept_target)(scheme)
+
+
+def _new_target(scheme: Scheme) -> Options:
+    group, dtype = activation_group(scheme), scheme.dtype
+    floor, how = min_scale(group, dtype, "activation"), default_rounding(group, scheme.ue8m0)
+    return None, (group.rows, group.cols), dtype, floor, None, how, product_layout(group)
+
+
+_kept_target = functools.cache(_new_target)
