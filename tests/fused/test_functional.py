@@ -232,6 +232,8 @@ def op_cases(device: torch.device, kind: str) -> list[tuple[Any, tuple[Any, ...]
         (OPS.layer_norm_quantize, (x, None, None, o["gain"], o["shift"], 1e-6, "stepwise", *t)),
         (OPS.activation_quantize, (o["gate"], up, "silu", *t)),
         (OPS.activation_quantize, (up, None, "gelu", *t)),
+        (OPS.concatenated_activation_quantize, (up, o["gate"], None, "gelu", *t)),
+        (OPS.concatenated_activation_quantize, (o["gate"], up, o["gate"], "silu", *t)),
     ]
 
 

@@ -158,7 +158,8 @@ def test_opcheck_covers_every_operator() -> None:
     }
     tested = {op for op, _ in op_cases(sample("matrix"), ROW)}
     tested |= {op for op, _ in matmul_cases("FP8_DYNAMIC")}
-    elsewhere = {f"{producer}_quantize" for producer in ("rms_norm", "layer_norm", "activation")}
+    producers = ("rms_norm", "layer_norm", "activation", "concatenated_activation")
+    elsewhere = {f"{producer}_quantize" for producer in producers}
     elsewhere |= {"attention_of_one_token", "experts", "experts_backward", "grouped_scaled_mm"}
     # those are checked where they are tested, in tests/fused and tests/moe
     assert {str(op).removeprefix("fp8kit.") for op in tested} == registered - elsewhere
