@@ -261,10 +261,10 @@ NAMES = (
     Name(
         "mxfp8_e4m3_quantize", MXFP8,
         "codes and E8M0 scales `[..., K / 32]`, or swizzled and flat",
-        "exponents are rounded up, as by FlashInfer, on every device; vLLM's own fallback scales "
-        "to [1, 2), which leaves most of the range of e4m3 unused; ragged K is taken; `alignment` "
-        "adds zeros on every device; a group with NaN or an infinity is NaN, where FlashInfer "
-        "saturates",
+        "exponents are rounded up, as by FlashInfer and by vLLM 0.33 without it, on every device; "
+        "without it, older vLLM scales to [1, 2), which leaves most of the range of e4m3 unused; "
+        "ragged K is taken; `alignment` adds zeros on every device; a group with NaN or an "
+        "infinity is NaN, where FlashInfer saturates",
         "test_mxfp8.py::test_quantize_gives_codes_and_scales_in_both_layouts",
     ),
     Name(

@@ -147,7 +147,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         raise UnsupportedError(
             "A gradient for FP8 experts, their scales or biases was requested.",
             "Experts are frozen; gradients flow to their input and the router's weights.",
-            "Detach them (quantize weight.detach()), and train an adapter instead.",
+            "Call experts.requires_grad_(False), and train an adapter of other layers instead.",
         )
     tensors = ctx.saved_tensors
     grad_x, grad_weights = torch.ops.fp8kit.experts_backward(grad, *tensors, *ctx.options)

@@ -156,7 +156,7 @@ def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         raise UnsupportedError(
             "A gradient for an FP8 weight or a scale was requested.",
             "FP8 layers are frozen; gradients flow to their input and their bias.",
-            "Detach them (quantize weight.detach()), and train an adapter instead.",
+            "Call requires_grad_(False) on both, or detach() them; train an adapter instead.",
         )
     w, w_scale = ctx.saved_tensors
     grad_x = grad_bias = None
