@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from fp8kit.modules.linear import Fp8Linear
 from numerics import assert_bits_equal, assert_scheme_error, relative_error
 
 D = 128
+T = TypeVar("T")
 DYNAMIC = [name for name, scheme in SCHEMES.items() if not scheme.static]
 
 
@@ -250,6 +251,23 @@ class Tagged(nn.Linear):
         return self.weight
 
 
+class Sized:
+    def size(self) -> int:
+        return len(vars(self)["_parameters"])
+
+
+class Mixed(nn.Linear, Sized):
+    """Has a method from a class that comes after its parent."""
+
+
+class Mark:
+    """Has nothing that other code may ask for."""
+
+
+class Marked(Mark, Thin, Generic[T]):
+    """Computes as its parent, and is of classes without methods."""
+
+
 def dispatched() -> nn.Linear:
     hooks = pytest.importorskip("accelerate.hooks")
     layer: nn.Linear = hooks.add_hook_to_module(nn.Linear(D, D), hooks.AlignDevicesHook("cpu"))
@@ -290,6 +308,10 @@ def fake() -> nn.Module:
 OBSTACLES = {
     "subclass": (lambda: Odd(D, D), "Odd is a subclass of nn.Linear that computes something else"),
     "more-than-linear": (lambda: Tagged(D, D), "Tagged is a subclass of nn.Linear and has more"),
+    "mixed-in": (
+        lambda: Mixed(D, D),
+        "Mixed is a subclass of nn.Linear and has more than it: size;",
+    ),
     "dispatched": (lambda: dispatched(), "accelerate dispatched the model"),
     "parametrized": (
         lambda: parametrizations.weight_norm(nn.Linear(D, D)),
@@ -339,9 +361,12 @@ def test_obstacles_are_left_alone_by_name(kind: str) -> None:
     assert snapshot(model) == before
 
 
+@pytest.mark.parametrize("kind", [Thin, Marked])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_subclass_with_the_formula_of_its_parent_converts(bias: bool) -> None:
-    model, x = one(Thin(D, D, bias)), torch.randn(5, D)
+def test_a_subclass_with_the_formula_of_its_parent_converts(
+    kind: type[nn.Linear], bias: bool
+) -> None:
+    model, x = one(kind(D, D, bias)), torch.randn(5, D)
     y = model.fc(x)
     assert [r.name for r in fp8kit.convert(model).converted] == ["fc", "other"]
     assert_scheme_error(model.fc(x), y, "FP8_DYNAMIC")

@@ -27,6 +27,7 @@ _LINEAR = frozenset(vars(nn.Linear(1, 1, device="meta")))
 _PLAIN = frozenset(
     "__init__ __module__ __qualname__ __doc__ __annotations__ __annotate__ __annotate_func__ "
     "__annotations_cache__ __parameters__ __orig_bases__ __static_attributes__ __firstlineno__ "
+    "__dict__ __weakref__ __slots__ __class_getitem__ __init_subclass__ _is_protocol "
     "__constants__ __repr__ forward extra_repr reset_parameters _init_weights in_features "
     "out_features weight bias".split()
 )
@@ -106,9 +107,8 @@ def extras(linear: nn.Linear) -> list[str]:
     own = set(linear._parameters) | set(linear._buffers) | set(linear._modules)
     found = own - {"weight", "bias"} | set(vars(linear)) - _LINEAR - {"_is_hf_initialized"}
     for cls in type(linear).__mro__:
-        if cls is nn.Linear:
-            break
-        found |= set(vars(cls)) - _PLAIN
+        if cls not in nn.Linear.__mro__:  # a mixin may come after nn.Linear
+            found |= set(vars(cls)) - _PLAIN
     return sorted(found)
 
 
