@@ -686,17 +686,23 @@ def test_matrices_outside_linear_layers_are_reported() -> None:
             self.w13 = nn.Parameter(torch.zeros(4, D, D))
             self.small = nn.Parameter(torch.zeros(4, 4))
 
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pos_embed = nn.Parameter(torch.zeros(1, 197, D))
+
     class Linear(Experts):
         """As torch_geometric has one."""
 
     held = {"experts": Experts(), "own": Linear(), "fc": nn.Linear(D, D), "rnn": nn.GRUCell(D, D)}
-    report = fp8kit.plan(nn.ModuleDict(held)).report
+    report = fp8kit.plan(nn.ModuleDict({**held, "vit": Places()})).report
     stack = "which is not an nn.Linear; fp8kit.register_experts takes stacks of experts"
     assert reasons(report) == {
         "experts.w13": f"a parameter of Experts, {stack}",
         "own.w13": f"a parameter of {__name__}.Linear, {stack}",
         "rnn.weight_ih": "a parameter of GRUCell, which is not an nn.Linear",
         "rnn.weight_hh": "a parameter of GRUCell, which is not an nn.Linear",
+        "vit.pos_embed": "a parameter of Places, which is not an nn.Linear",
     }
 
 

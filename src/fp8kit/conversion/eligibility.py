@@ -165,7 +165,7 @@ def bypassed(module: nn.Module, name: str, reason: str = "") -> list[Record]:
             type(module).__name__,
             tuple(p.shape),
             "skip",
-            reason or _bypass(module, p.dim()),
+            reason or _bypass(module, p.shape),
             held_bytes([p]),
             held_bytes([p]),
         )
@@ -174,13 +174,14 @@ def bypassed(module: nn.Module, name: str, reason: str = "") -> list[Record]:
     ]
 
 
-def _bypass(module: nn.Module, dimensions: int) -> str:
+def _bypass(module: nn.Module, shape: Sequence[int]) -> str:
     if isinstance(module, nn.MultiheadAttention):
         return "nn.MultiheadAttention holds its projections in one parameter and multiplies itself"
     name = type(module).__name__
     if not isinstance(module, getattr(nn, name, object)):  # a Linear of a library's own
         name = f"{type(module).__module__}.{name}"
-    hint = "; fp8kit.register_experts takes stacks of experts" if dimensions == 3 else ""
+    several = len(shape) == 3 and shape[0] > 1  # as an embedding of places has not
+    hint = "; fp8kit.register_experts takes stacks of experts" if several else ""
     return f"a parameter of {name}, which is not an nn.Linear{hint}"
 
 
