@@ -392,6 +392,39 @@ def test_a_subclass_that_follows_the_dtype_of_its_input_converts(
     assert_scheme_error(model.fc(x), y, "FP8_DYNAMIC")
 
 
+class Precise(nn.Linear):
+    """Computes in another dtype if it is told to, and fills its weight itself."""
+
+    def __init__(self, precision: torch.dtype | None) -> None:
+        super().__init__(D, D)
+        self.precision, self.initializer = precision, "default"
+        self._init_params()
+
+    def _init_params(self) -> None:
+        nn.init.xavier_uniform_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = self.precision or x.dtype
+        given = (x, self.weight, self.bias)
+        return nn.functional.linear(*(t.to(dtype) for t in given)).to(x.dtype)
+
+
+@pytest.mark.parametrize("precision", [None, torch.float32])
+def test_plain_values_of_a_subclass_stay_on_its_layer(precision: torch.dtype | None) -> None:
+    model, x = one(Precise(precision)), torch.randn(5, D)
+    y = model.fc(x)
+    assert [r.name for r in fp8kit.convert(model).converted] == ["fc", "other"]
+    assert (model.fc.precision, model.fc.initializer) == (precision, "default")
+    assert_scheme_error(model.fc(x), y, "FP8_DYNAMIC")
+
+
+def test_other_attributes_of_a_subclass_keep_it_dense() -> None:
+    layer = Precise(None)
+    layer.observers = [torch.zeros(1)]  # type: ignore[assignment]
+    report = fp8kit.convert(one(layer))
+    assert "has more than it: observers;" in reasons(report)["fc"]
+
+
 def test_a_subclass_with_more_than_its_parent_converts_on_request() -> None:
     report = fp8kit.convert(one(Tagged(D, D)), include=["fc", "other"])
     assert [r.name for r in report.converted] == ["fc", "other"]
