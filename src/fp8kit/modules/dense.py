@@ -31,7 +31,7 @@ _PLAIN = frozenset(
     "__dict__ __weakref__ __slots__ __class_getitem__ __init_subclass__ _is_protocol "
     "__constants__ __repr__ forward extra_repr in_features out_features weight bias".split()
 )
-_MAKING = re.compile(r"_?(init|reset)_\w+")  # what runs where a layer is made
+_MAKING = re.compile(r"_?(init|reset)_(params|parameters|weights?)")  # what fills a new layer
 _VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
