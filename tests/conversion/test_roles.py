@@ -187,7 +187,7 @@ def test_roles_by_name(name: str, role: str) -> None:
     assert roles_by_name([name, "layers.0.up_proj"]) == {name: role}
 
 
-@pytest.mark.parametrize("other", ["up", "fc1", "value", "to_v", "qkv"])
+@pytest.mark.parametrize("other", ["up", "fc1", "value", "v_proj", "to_v", "wv", "qkv"])
 def test_a_gate_beside_what_it_multiplies_is_no_router(other: str) -> None:
     names = ["layers.0.mlp.gate", "gate"]
     assert roles_by_name([*names, f"layers.0.mlp.{other}"]) == {"gate": "MoE router"}

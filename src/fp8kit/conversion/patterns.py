@@ -21,7 +21,7 @@ SMALLEST_WEIGHT = 128 * 128
 TOWERS = ("vision tower", "audio tower")
 _ROUTER = "MoE router"
 # beside one of these a gate multiplies what is computed, and chooses no expert
-_GATED = ("up", "fc1", "value", "v_proj", "to_v", "qkv")
+_GATED = ("up", "fc1", "value", "v_proj", "to_v", "wv", "qkv")
 _PROTECTED = (
     (
         # a stack of blocks is no head, whatever its name
