@@ -56,6 +56,36 @@ def test_weights_of_another_kind_of_tensor_are_named() -> None:
     assert reasons(report) == dict.fromkeys("01", "its weight is a TwoTensor of torch")
 
 
+class Scaled(nn.TransformerEncoderLayer):
+    """Has a ``forward`` of its own, without the fast path of its parent."""
+
+    def forward(self, src: Tensor, *_: Any, **__: Any) -> Tensor:
+        src = src + 0.5 * self._sa_block(self.norm1(src), None, None)
+        return src + self._ff_block(self.norm2(src))
+
+
+class Doubled(nn.TransformerEncoderLayer):
+    """Runs that of its parent."""
+
+    @torch.no_grad()
+    def forward(self, src: Tensor, *_: Any, **__: Any) -> Tensor:
+        return super().forward(2 * src)
+
+
+def test_the_fast_path_of_an_encoder_layer_counts_only_where_it_may_run() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList(kind(128, 2, 256, batch_first=True) for kind in (Scaled, Doubled)).eval()
+    x = torch.randn(2, 3, 128)
+    with torch.no_grad():
+        before = [layer(x) for layer in model]
+        report = fp8kit.convert(model)
+        after = [layer(x) for layer in model]
+    assert [r.name for r in report.converted] == ["0.linear1", "0.linear2"]
+    assert "fast path" in reasons(report)["1.linear1"]
+    assert 1e-3 < relative_error(after[0], before[0]) < 0.05
+    assert_bits_equal(after[1], before[1])
+
+
 @pytest.mark.parametrize("kind", ["T5", "UMT5", "MT5", "LongT5"])
 def test_models_that_cast_to_the_dtype_of_a_weight_still_run(kind: str) -> None:
     model = t5(kind)

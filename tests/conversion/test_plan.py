@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from fp8kit.modules.linear import Fp8Linear
 from numerics import assert_bits_equal, assert_scheme_error, relative_error
 
 D = 128
+T = TypeVar("T")
 DYNAMIC = [name for name, scheme in SCHEMES.items() if not scheme.static]
 
 
@@ -250,6 +251,23 @@ class Tagged(nn.Linear):
         return self.weight
 
 
+class Sized:
+    def size(self) -> int:
+        return len(vars(self)["_parameters"])
+
+
+class Mixed(nn.Linear, Sized):
+    """Has a method from a class that comes after its parent."""
+
+
+class Mark:
+    """Has nothing that other code may ask for."""
+
+
+class Marked(Mark, Thin, Generic[T]):
+    """Computes as its parent, and is of classes without methods."""
+
+
 def dispatched() -> nn.Linear:
     hooks = pytest.importorskip("accelerate.hooks")
     layer: nn.Linear = hooks.add_hook_to_module(nn.Linear(D, D), hooks.AlignDevicesHook("cpu"))
@@ -290,6 +308,10 @@ def fake() -> nn.Module:
 OBSTACLES = {
     "subclass": (lambda: Odd(D, D), "Odd is a subclass of nn.Linear that computes something else"),
     "more-than-linear": (lambda: Tagged(D, D), "Tagged is a subclass of nn.Linear and has more"),
+    "mixed-in": (
+        lambda: Mixed(D, D),
+        "Mixed is a subclass of nn.Linear and has more than it: size;",
+    ),
     "dispatched": (lambda: dispatched(), "accelerate dispatched the model"),
     "parametrized": (
         lambda: parametrizations.weight_norm(nn.Linear(D, D)),
@@ -339,9 +361,12 @@ def test_obstacles_are_left_alone_by_name(kind: str) -> None:
     assert snapshot(model) == before
 
 
+@pytest.mark.parametrize("kind", [Thin, Marked])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_subclass_with_the_formula_of_its_parent_converts(bias: bool) -> None:
-    model, x = one(Thin(D, D, bias)), torch.randn(5, D)
+def test_a_subclass_with_the_formula_of_its_parent_converts(
+    kind: type[nn.Linear], bias: bool
+) -> None:
+    model, x = one(kind(D, D, bias)), torch.randn(5, D)
     y = model.fc(x)
     assert [r.name for r in fp8kit.convert(model).converted] == ["fc", "other"]
     assert_scheme_error(model.fc(x), y, "FP8_DYNAMIC")
@@ -365,6 +390,39 @@ def test_a_subclass_that_follows_the_dtype_of_its_input_converts(
     assert [r.name for r in fp8kit.convert(model).converted] == ["fc", "other"]
     assert model.fc(x).dtype == dtype
     assert_scheme_error(model.fc(x), y, "FP8_DYNAMIC")
+
+
+class Precise(nn.Linear):
+    """Computes in another dtype if it is told to, and fills its weight itself."""
+
+    def __init__(self, precision: torch.dtype | None) -> None:
+        super().__init__(D, D)
+        self.precision, self.initializer = precision, "default"
+        self._init_params()
+
+    def _init_params(self) -> None:
+        nn.init.xavier_uniform_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = self.precision or x.dtype
+        given = (x, self.weight, self.bias)
+        return nn.functional.linear(*(t.to(dtype) for t in given)).to(x.dtype)
+
+
+@pytest.mark.parametrize("precision", [None, torch.float32])
+def test_plain_values_of_a_subclass_stay_on_its_layer(precision: torch.dtype | None) -> None:
+    model, x = one(Precise(precision)), torch.randn(5, D)
+    y = model.fc(x)
+    assert [r.name for r in fp8kit.convert(model).converted] == ["fc", "other"]
+    assert (model.fc.precision, model.fc.initializer) == (precision, "default")
+    assert_scheme_error(model.fc(x), y, "FP8_DYNAMIC")
+
+
+def test_other_attributes_of_a_subclass_keep_it_dense() -> None:
+    layer = Precise(None)
+    layer.observers = [torch.zeros(1)]  # type: ignore[assignment]
+    report = fp8kit.convert(one(layer))
+    assert "has more than it: observers;" in reasons(report)["fc"]
 
 
 def test_a_subclass_with_more_than_its_parent_converts_on_request() -> None:
@@ -661,17 +719,23 @@ def test_matrices_outside_linear_layers_are_reported() -> None:
             self.w13 = nn.Parameter(torch.zeros(4, D, D))
             self.small = nn.Parameter(torch.zeros(4, 4))
 
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pos_embed = nn.Parameter(torch.zeros(1, 197, D))
+
     class Linear(Experts):
         """As torch_geometric has one."""
 
     held = {"experts": Experts(), "own": Linear(), "fc": nn.Linear(D, D), "rnn": nn.GRUCell(D, D)}
-    report = fp8kit.plan(nn.ModuleDict(held)).report
+    report = fp8kit.plan(nn.ModuleDict({**held, "vit": Places()})).report
     stack = "which is not an nn.Linear; fp8kit.register_experts takes stacks of experts"
     assert reasons(report) == {
         "experts.w13": f"a parameter of Experts, {stack}",
         "own.w13": f"a parameter of {__name__}.Linear, {stack}",
         "rnn.weight_ih": "a parameter of GRUCell, which is not an nn.Linear",
         "rnn.weight_hh": "a parameter of GRUCell, which is not an nn.Linear",
+        "vit.pos_embed": "a parameter of Places, which is not an nn.Linear",
     }
 
 

@@ -187,6 +187,13 @@ def test_roles_by_name(name: str, role: str) -> None:
     assert roles_by_name([name, "layers.0.up_proj"]) == {name: role}
 
 
+@pytest.mark.parametrize("other", ["up", "fc1", "value", "v_proj", "to_v", "wv", "qkv"])
+def test_a_gate_beside_what_it_multiplies_is_no_router(other: str) -> None:
+    names = ["layers.0.mlp.gate", "gate"]
+    assert roles_by_name([*names, f"layers.0.mlp.{other}"]) == {"gate": "MoE router"}
+    assert roles_by_name([*names, f"layers.1.mlp.{other}"]).keys() == {*names}
+
+
 class AdaptiveLayerNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import types
 import weakref
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8kit.conversion.patterns import SMALLEST_WEIGHT, size_obstacle, some_of
 from fp8kit.conversion.readers.reads import read_by_code
+from fp8kit.conversion.readers.source import names_in
 from fp8kit.conversion.readers.values import closure
 from fp8kit.conversion.report import ALREADY, TIED, Record
 from fp8kit.formats import FLOATS
@@ -163,7 +165,7 @@ def bypassed(module: nn.Module, name: str, reason: str = "") -> list[Record]:
             type(module).__name__,
             tuple(p.shape),
             "skip",
-            reason or _bypass(module, p.dim()),
+            reason or _bypass(module, p.shape),
             held_bytes([p]),
             held_bytes([p]),
         )
@@ -172,13 +174,14 @@ def bypassed(module: nn.Module, name: str, reason: str = "") -> list[Record]:
     ]
 
 
-def _bypass(module: nn.Module, dimensions: int) -> str:
+def _bypass(module: nn.Module, shape: Sequence[int]) -> str:
     if isinstance(module, nn.MultiheadAttention):
         return "nn.MultiheadAttention holds its projections in one parameter and multiplies itself"
     name = type(module).__name__
     if not isinstance(module, getattr(nn, name, object)):  # a Linear of a library's own
         name = f"{type(module).__module__}.{name}"
-    hint = "; fp8kit.register_experts takes stacks of experts" if dimensions == 3 else ""
+    several = len(shape) == 3 and shape[0] > 1  # as an embedding of places has not
+    hint = "; fp8kit.register_experts takes stacks of experts" if several else ""
     return f"a parameter of {name}, which is not an nn.Linear{hint}"
 
 
@@ -211,9 +214,17 @@ def _of_names_taken(module: nn.Module) -> str:
 def _of_holder(holders: Iterable[nn.Module]) -> str:
     for holder in holders:
         for kind, reads in _READERS.items():
-            if isinstance(holder, kind):
+            if isinstance(holder, kind) and _runs_forward_of(kind, type(holder)):
                 return f"nn.{kind.__name__} {reads}"
     return ""
+
+
+def _runs_forward_of(kind: type, cls: type) -> bool:
+    """Return whether a subclass may run the ``forward`` of a class, as far as names tell."""
+    below = [vars(c) for c in cls.__mro__[: cls.__mro__.index(kind)]]
+    functions = (f for held in below for f in held.values() if isinstance(f, types.FunctionType))
+    named = any("forward" in names_in(inspect.unwrap(f).__code__) for f in functions)
+    return named or not any("forward" in held for held in below)
 
 
 def read_elsewhere(model: nn.Module, methods: bool = False) -> dict[nn.Module, str]:

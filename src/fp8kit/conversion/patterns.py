@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from fp8kit.conversion.model_families import MERGED_BY_ENGINES
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 SMALLEST_SIDE = 64
 SMALLEST_WEIGHT = 128 * 128
 TOWERS = ("vision tower", "audio tower")
+_ROUTER = "MoE router"
+# beside one of these a gate multiplies what is computed, and chooses no expert
+_GATED = ("up", "fc1", "value", "v_proj", "to_v", "wv", "qkv")
 _PROTECTED = (
     (
         # a stack of blocks is no head, whatever its name
@@ -36,7 +39,7 @@ _PROTECTED = (
     ),
     (
         r"(\w+_)?router(_\w+)?|gat(e|ing)_network|mlp\.gate|(gate|to_gates|wg|shared_expert_gate)$",
-        "MoE router",
+        _ROUTER,
     ),
     (
         r"(\w+_)?(time_?steps?|time_emb\w*|time_proj|time_step_proj|timestep_\w+|time_mlp\w*|time_cond\w*)|"
@@ -182,11 +185,23 @@ def roles_by_name(names: Iterable[str]) -> dict[str, str]:
     tower is the model itself, and only what is protected inside it is kept. ``names`` are those of
     all linear layers of one model; the result has what layers do that the defaults keep.
     """
-    names = list(names)
-    found = {name: [r for p, r in DEFAULT_EXCLUDE if matches(p, name)] for name in names}
+    names = dict.fromkeys(names)
+    found = {
+        name: [
+            r
+            for p, r in DEFAULT_EXCLUDE
+            if matches(p, name) and not (r == _ROUTER and _beside_gated(name, names))
+        ]
+        for name in names
+    }
     alone = all(found.values())
     kept = ((n, [r for r in roles if not (alone and r in TOWERS)]) for n, roles in found.items())
     return {name: roles[0] for name, roles in kept if roles}
+
+
+def _beside_gated(name: str, names: Collection[str]) -> bool:
+    parent, dot, last = name.rpartition(".")
+    return last == "gate" and any(f"{parent}{dot}{other}" in names for other in _GATED)
 
 
 def exclusion(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +28,11 @@ _LINEAR = frozenset(vars(nn.Linear(1, 1, device="meta")))
 _PLAIN = frozenset(
     "__init__ __module__ __qualname__ __doc__ __annotations__ __annotate__ __annotate_func__ "
     "__annotations_cache__ __parameters__ __orig_bases__ __static_attributes__ __firstlineno__ "
-    "__constants__ __repr__ forward extra_repr reset_parameters _init_weights in_features "
-    "out_features weight bias".split()
+    "__dict__ __weakref__ __slots__ __class_getitem__ __init_subclass__ _is_protocol "
+    "__constants__ __repr__ forward extra_repr in_features out_features weight bias".split()
 )
+_MAKING = re.compile(r"_?(init|reset)_(params|parameters|weights?)")  # what fills a new layer
+_VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 def is_conv1d(module: nn.Module | None) -> bool:
@@ -102,13 +105,16 @@ def restored(layer: Fp8Linear, dtype: torch.dtype) -> nn.Linear:
 
 
 def extras(linear: nn.Linear) -> list[str]:
-    """Name what a linear layer has that an ``nn.Linear`` has not, and other code may ask for."""
+    """Name what a linear layer has that an ``nn.Linear`` has not, and other code may ask for.
+
+    Plain values that hang on it are left out: an FP8 layer keeps them.
+    """
     own = set(linear._parameters) | set(linear._buffers) | set(linear._modules)
-    found = own - {"weight", "bias"} | set(vars(linear)) - _LINEAR - {"_is_hf_initialized"}
+    held = {name for name, value in vars(linear).items() if not isinstance(value, _VALUES)}
+    found = own - {"weight", "bias"} | held - _LINEAR
     for cls in type(linear).__mro__:
-        if cls is nn.Linear:
-            break
-        found |= set(vars(cls)) - _PLAIN
+        if cls not in nn.Linear.__mro__:  # a mixin may come after nn.Linear
+            found |= {n for n in vars(cls) if n not in _PLAIN and not _MAKING.fullmatch(n)}
     return sorted(found)
 
 

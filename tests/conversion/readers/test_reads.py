@@ -522,6 +522,9 @@ class Apart(Holder):
     def get_optim_groups(self) -> list[nn.Parameter]:
         return [self.proj.weight]
 
+    def fp8_optimization(self) -> None:  # of Kohya's scripts, in place
+        self.proj.weight.data = self.proj.weight.to(torch.float8_e4m3fn)
+
     def get_last_layer(self) -> nn.Parameter:  # for the weight of a loss of a GAN
         return self.proj.weight
 
