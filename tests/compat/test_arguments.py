@@ -87,6 +87,17 @@ def test_an_argument_that_is_no_tensor_is_named(name: str) -> None:
                 function(**{**arguments, wrong: value})
 
 
+OTHERS: dict[str, Any] = {"use_ue8m0": X, "output_dtype": X, "num_token_padding": "no"}
+
+
+@pytest.mark.parametrize("wrong", OTHERS)
+def test_an_argument_of_another_kind_is_named(wrong: str) -> None:
+    name = "per_token_group_quant_fp8" if wrong == "use_ue8m0" else "scaled_fp8_quant"
+    function, arguments = CALLS[name]
+    with pytest.raises(InvalidType, match=f"Got {wrong} of type .* takes .* Pass one"):
+        function(**arguments, **{wrong: OTHERS[wrong]})
+
+
 def test_other_errors_of_a_call_stay_as_they_are() -> None:
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'weight_scale'"):
         compat.normalize_e4m3fn_to_e4m3fnuz(CODES)  # type: ignore[call-arg]

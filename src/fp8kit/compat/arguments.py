@@ -1,4 +1,4 @@
-"""Errors for arguments that are no tensors, in functions that others published without any."""
+"""Errors for arguments of another kind, in functions that others published without any."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from collections.abc import Callable
 from types import NoneType
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from fp8kit.errors import InvalidType, InvalidValue, UnsupportedError
 
-_KINDS: dict[str, Any] = {"Tensor": Tensor, "float": float | int, "int": int, "None": NoneType}
+_KINDS: dict[str, Any] = {
+    "Tensor": Tensor, "float": float | int, "int": int, "bool": bool, "str": str,
+    "torch.dtype": torch.dtype, "None": NoneType,
+}  # fmt: skip
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def teaches(function: Function) -> Function:
-    """Let a function that fails on what is no tensor say which argument that is.
+    """Let a function that fails on an argument of another kind say which one that is.
 
-    Which are tensors, its annotations tell. They are read after an error of Python alone, so that a
+    The kinds are those of its annotations. They are read after an error of Python alone, so that a
     call costs no more.
     """
     signature = inspect.signature(function)
@@ -33,11 +37,12 @@ def teaches(function: Function) -> Function:
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             for name, value in signature.bind_partial(*args, **kwargs).arguments.items():
                 kinds = str(signature.parameters[name].annotation).split(" | ")
-                if "Tensor" in kinds and not isinstance(value, tuple(_KINDS[k] for k in kinds)):
+                known = tuple(_KINDS[k] for k in kinds if k in _KINDS)
+                if len(known) == len(kinds) and not isinstance(value, known):
                     raise InvalidType(
                         f"Got {name} of type {type(value).__name__}.",
                         f"{function.__qualname__} takes {' or '.join(kinds)} there.",
-                        "Pass a torch.Tensor.",
+                        "Pass a torch.Tensor." if "Tensor" in kinds else "Pass one.",
                     ) from error
             raise
 

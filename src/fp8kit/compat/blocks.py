@@ -26,6 +26,7 @@ _SIDE = 128
 _CAST_FLOOR = 1e-4
 
 
+@teaches
 def per_token_group_quant_fp8(
     x: Tensor,
     group_size: int,
