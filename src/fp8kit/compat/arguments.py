@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -34,10 +34,12 @@ def teaches(function: Function) -> Function:
             return function(*args, **kwargs)
         except (InvalidType, InvalidValue, UnsupportedError):
             raise
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            scope = function.__globals__
             for name, value in signature.bind_partial(*args, **kwargs).arguments.items():
                 kinds = str(signature.parameters[name].annotation).split(" | ")
-                known = tuple(_KINDS[k] for k in kinds if k in _KINDS)
+                found = [_KINDS.get(k, scope.get(k.partition("[")[0])) for k in kinds]
+                known = tuple(k for k in found if isinstance(k, type | UnionType))
                 if len(known) == len(kinds) and not isinstance(value, known):
                     raise InvalidType(
                         f"Got {name} of type {type(value).__name__}.",
