@@ -46,10 +46,31 @@ def test_group_shape_refuses_what_has_no_meaning(rows: int, cols: int) -> None:
         GroupShape(rows, cols)
 
 
-@pytest.mark.parametrize(("rows", "cols"), [("1", 128), (1, 128.0), (None, None)])
+@pytest.mark.parametrize(
+    ("rows", "cols"), [("1", 128), (1, 128.0), (None, None), (torch.ones(2), 1)]
+)
 def test_groups_are_counted_in_integers(rows: Any, cols: Any) -> None:
     with pytest.raises(TypeError, match="Rows and columns per scale are integers"):
         GroupShape(rows, cols)
+
+
+@pytest.mark.parametrize("shape", [None, 3, torch.ones(2, 2), ("a", 2), (2.0, 4), {2, 4}])
+def test_a_shape_is_a_list_of_integers(shape: Any) -> None:
+    for function in (formats.scale_shape, formats.stack_scale_shape):
+        with pytest.raises(TypeError, match=r"as a shape\. It must be a tuple or list of integers"):
+            function(shape, ROW)
+    exponents = torch.zeros(512, dtype=torch.uint8)
+    with pytest.raises(TypeError, match=r"as a shape\. It must be a tuple or list of integers"):
+        fp8kit.unswizzle_scales(exponents, shape)
+
+
+def test_shapes_of_any_size_are_taken_while_a_graph_is_made() -> None:
+    @torch.compile(fullgraph=True, dynamic=True, backend="eager")
+    def call(x: torch.Tensor) -> tuple[int, ...]:
+        return formats.scale_shape(x.shape, GROUP128)
+
+    for rows in (3, 5):
+        assert call(torch.ones(rows, 300)) == (rows, 3)
 
 
 def test_groups_have_names() -> None:

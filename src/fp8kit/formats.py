@@ -7,6 +7,7 @@ of a scale or from a dtype: it is carried by ``GroupShape``, ``QTensor`` and ``S
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -37,7 +38,7 @@ class GroupShape:
     cols: int
 
     def __post_init__(self) -> None:
-        if not (hasattr(self.rows, "__index__") and hasattr(self.cols, "__index__")):
+        if not all(isinstance(n, numbers.Integral) for n in (self.rows, self.cols)):
             raise InvalidType(
                 f"Got GroupShape(rows={self.rows!r}, cols={self.cols!r}).",
                 "Rows and columns per scale are integers.",
@@ -78,6 +79,17 @@ def check_group(group: object) -> None:
         )
 
 
+def check_shape(shape: object) -> None:
+    """Refuse what is no list of sizes, such as a tensor or ``None``."""
+    size = torch.SymInt | numbers.Integral | Tensor  # the last in a trace of TorchScript
+    if not isinstance(shape, tuple | list) or not all(isinstance(n, size) for n in shape):
+        raise InvalidType(
+            f"Got {shape!r:.80} as a shape.",
+            "It must be a tuple or list of integers, K last.",
+            "Pass the shape of a tensor, such as x.shape.",
+        )
+
+
 def scale_shape(shape: Sequence[int], group: GroupShape) -> tuple[int, ...]:
     """Return the shape of the scales that belong to a tensor.
 
@@ -93,12 +105,14 @@ def scale_shape(shape: Sequence[int], group: GroupShape) -> tuple[int, ...]:
         The shape every scale tensor of this package has, never squeezed.
 
     Raises:
+        TypeError: if ``shape`` holds no integers, or ``group`` is no ``GroupShape``.
         ValueError: if ``shape`` has too few dimensions for the group.
 
     Example:
         >>> scale_shape((2, 5, 300), GROUP128), scale_shape((5, 300), TENSOR)
         ((2, 5, 3), (1, 1))
     """
+    check_shape(shape)
     check_group(group)
     least = 2 if group.rows > 1 else 1
     if len(shape) < least:
@@ -131,6 +145,7 @@ def stack_scale_shape(shape: Sequence[int], group: GroupShape) -> tuple[int, ...
         >>> stack_scale_shape((8, 300, 512), TENSOR), stack_scale_shape((8, 300, 512), BLOCK)
         ((8, 1, 1), (8, 3, 4))
     """
+    check_shape(shape)
     return (*shape[:-2], *scale_shape(shape[-2:], group))
 
 
@@ -340,6 +355,7 @@ class QTensor:
                 "They must be an FP8 tensor, and their scales another.",
                 "Pass both, or quantize numbers: fp8kit.quantize(x).",
             )
+        check_strided("codes", self.data)
         fp8_format(self.data.dtype)
         check_scale(self.scale, tuple(self.data.shape), self.group, self.data.device)
 
@@ -362,6 +378,16 @@ class QTensor:
         return QTensor(self.data.to(device), self.scale.to(device), self.group)
 
 
+def check_strided(name: str, tensor: Tensor) -> None:
+    """Refuse a nested or sparse tensor."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise InvalidType(
+            f"Got {name} as a {'nested tensor' if tensor.is_nested else tensor.layout}.",
+            "It must be one dense tensor.",
+            "Pass .to_dense() of a sparse tensor, .values() of a nested one.",
+        )
+
+
 def check_scale(
     scale: Tensor, shape: Sequence[int], group: GroupShape, device: torch.device
 ) -> None:
@@ -377,6 +403,7 @@ def check_scale(
             f"The scale is a {dtype} tensor of shape {wanted}.",
             f"Pass torch.full({wanted}, number, device=x.device).",
         )
+    check_strided("a scale", scale)
     if scale.dtype != dtype:
         raise InvalidType(
             f"Got a scale of dtype {scale.dtype} for {group} groups.",

@@ -87,6 +87,33 @@ def test_an_argument_that_is_no_tensor_is_named(name: str) -> None:
                 function(**{**arguments, wrong: value})
 
 
+OTHERS: list[tuple[str, str, Any]] = [
+    ("per_token_group_quant_fp8", "use_ue8m0", X),
+    ("per_token_cast_to_fp8", "use_ue8m0", X),
+    ("scaled_fp8_quant", "output_dtype", X),
+    ("scaled_fp8_quant", "num_token_padding", "no"),
+    ("convert_to_channelwise", "logical_widths", None),
+    ("requantize_with_max_scale", "logical_widths", 3),
+    ("Fp8LinearOp", "use_per_token_if_dynamic", "no"),
+    ("enable_fp8_gemm", "options", {"cast_inputs": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "wrong", "value"), OTHERS)
+def test_an_argument_of_another_kind_is_named(name: str, wrong: str, value: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    others = {"enable_fp8_gemm": (compat.enable_fp8_gemm, {"model": model})}
+    function, arguments = (CALLS | others)[name]
+    with pytest.raises(InvalidType, match=f"Got {wrong} of type .* takes .* Pass one"):
+        function(**{**arguments, wrong: value})
+
+
+@pytest.mark.parametrize("group", [3, {1: -1}, (2, 2)])
+def test_a_group_that_inputs_do_not_have_is_named(group: Any) -> None:
+    with pytest.raises(InvalidValue, match="Got act_quant_group_shape"):
+        compat.Fp8LinearOp(act_quant_group_shape=group)
+
+
 def test_other_errors_of_a_call_stay_as_they_are() -> None:
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'weight_scale'"):
         compat.normalize_e4m3fn_to_e4m3fnuz(CODES)  # type: ignore[call-arg]

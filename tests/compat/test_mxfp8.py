@@ -145,6 +145,8 @@ def test_the_backend_is_chosen_by_the_device_and_wrong_scales_are_told() -> None
     for wrong in (scales.float(), fp8kit.swizzle_scales(scales)):
         with pytest.raises(ValueError, match=r"The emulation takes torch\.uint8 of two"):
             op.apply(x, codes, wrong, torch.bfloat16)
+    with pytest.raises(ValueError, match="Got a bias of shape"):
+        op.apply(x, codes, scales, torch.bfloat16, bias=torch.ones(1))  # it would be spread
     facts = (compat.MXFP8_VALUE_DTYPE, compat.MXFP8_SCALE_DTYPE, compat.MXFP8_BLOCK_SIZE)
     assert facts == (torch.float8_e4m3fn, torch.uint8, 32)
 

@@ -90,7 +90,7 @@ def test_leading_dimensions_and_logits() -> None:
     ids, weights = moe.route(logits.flatten(0, 1), 2)
     expected = layer(x, ids.view(2, 3, 2), weights.view(2, 3, 2))
     assert_bits_equal(layer(x, logits=logits), expected)
-    with pytest.raises(TypeError, match="ids and weights, or logits"):
+    with pytest.raises(TypeError, match="tensors of ids and weights, or logits"):
         layer(x)
 
 
@@ -239,7 +239,23 @@ def test_what_does_not_fit_is_refused() -> None:
         fp8kit.Fp8Experts.from_dense(dense.w13, dense.w2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"activation='gelu'.*Activation\('silu'\)"):
         fp8kit.Fp8Experts.from_quantized(dense.w13, dense.w2, activation="gelu")  # type: ignore
+    for name in ("biases", "input_scales"):
+        with pytest.raises(TypeError, match=f"Got {name}=.* one for each product"):
+            fp8kit.Fp8Experts.from_dense(dense.gate_up, dense.down, **{name: torch.ones(1, 1)})
+    with pytest.raises(TypeError, match="Got transposed='no'"):
+        fp8kit.Fp8Experts.from_dense(dense.gate_up, dense.down, transposed="no")  # type: ignore
     layer = make()[1]
+    with pytest.raises(TypeError, match="Got on='no'"):
+        layer.count_tokens("no")  # type: ignore[arg-type]
+    x, ids, weights = routed()
+    with pytest.raises(TypeError, match="Got hidden_states of type list"):
+        layer(x.tolist(), ids, weights)
+    with pytest.raises(TypeError, match="Got ids of type list and weights of type Tensor"):
+        layer(x, ids.tolist(), weights)
+    layer.shared = 1
+    with pytest.raises(TypeError, match="Got shared_input of type list"):
+        layer(x, ids, weights, shared_input=x.tolist())
+    layer.shared = 0
     for placement in (torch.ones(2), torch.tensor(3)):
         with pytest.raises(TypeError, match=r"placement of torch.* It must be a vector of ids"):
             layer.place(placement)

@@ -184,6 +184,11 @@ def test_a_layer_is_whole_after_a_refused_norm(norm: Callable[[nn.Module], nn.Mo
     assert_bits_equal(layer(x), y)
 
 
+def test_the_operation_is_named_apart_from_the_sentence() -> None:
+    with pytest.raises(UnsupportedError, match="Code applies 'to' to the weight of"):
+        model_of()["proj"].weight.to(torch.float32)
+
+
 def test_codes_of_another_dtype_cannot_be_put_in_its_place() -> None:
     layer, x = model_of()["proj"], torch.randn(3, SIZE)
     y = layer(x)

@@ -153,7 +153,12 @@ def test_a_correction_bias_is_a_tensor() -> None:
         moe.route(torch.randn(3, 8), 2, correction_bias=[0.0] * 8)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("top_k", ["2", 2.0, None])
+@pytest.mark.parametrize("top_k", ["2", 2.0, None, torch.ones(8)])
 def test_a_count_that_is_no_integer_is_refused(top_k: Any) -> None:
     with pytest.raises(TypeError, match="How many experts a token takes is an integer"):
         moe.route(torch.randn(3, 8), top_k)
+
+
+def test_a_custom_formula_is_a_function() -> None:
+    with pytest.raises(TypeError, match="It must be a function from logits and top_k"):
+        moe.route(torch.randn(3, 8), 2, custom="softmax")  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fp8kit.ops.validation import check_input_scale, check_static_scale
 
 X = torch.randn(3, 64)
 ONE = torch.ones(1, 1)
+UNGATED = fp8kit.moe.Activation(gated=False)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
@@ -25,6 +27,32 @@ def test_an_input_scale_is_positive_and_finite(value: float) -> None:
     weight = fp8kit.quantize(torch.randn(64, 64), TENSOR, role="weight")
     with pytest.raises(ValueError, match=f"input_scale of {value:.4g}"):
         Fp8Linear.from_quantized(weight, scheme="FP8", input_scale=value * ONE)
+
+
+NESTED, SPARSE = torch.nested.nested_tensor([ONE[0]], layout=torch.jagged), ONE.to_sparse()
+
+
+@pytest.mark.parametrize("other", [NESTED, SPARSE], ids=["nested", "sparse"])
+def test_what_lies_beside_codes_is_one_dense_tensor(other: Tensor) -> None:
+    w = fp8kit.quantize(torch.randn(64, 64), TENSOR, role="weight")
+    stack = fp8kit.quantize(torch.randn(1, 64, 64), role="weight")
+    ids = torch.zeros(3, 1, dtype=torch.int64)
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: fp8kit.QTensor(w.data, other, TENSOR),
+        lambda: fp8kit.quantize(X, TENSOR, scale=other),
+        lambda: fp8kit.quantize(X, scale_ub=other),
+        lambda: fp8kit.linear(X, w, bias=other),
+        lambda: fp8kit.linear(X, w, input_scale=other),
+        lambda: fp8kit.join_scales(w.data, other, (64,)),
+        lambda: fp8kit.moe.experts(X, stack, stack, ids, other, activation=UNGATED),
+        lambda: fp8kit.moe.experts(
+            X, stack, stack, ids, ids.float(), activation=UNGATED, expert_map=other
+        ),
+        lambda: fp8kit.grouped_scaled_mm(fp8kit.quantize(X), stack, other),
+    )
+    for call in calls:
+        with pytest.raises(TypeError, match="It must be one dense tensor"):
+            call()
 
 
 def test_the_smallest_of_many_static_scales_is_named() -> None:

@@ -5,6 +5,7 @@ import functools
 import json
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -146,6 +147,10 @@ def test_a_gpu_names_its_tiles(scheme: str) -> None:
 
 def test_zero_rows_can_be_explained() -> None:
     assert fp8kit.explain(model(), m=0).entries[0][1].problem.m == 0
+
+
+def test_a_row_count_may_be_an_integer_of_numpy() -> None:
+    assert fp8kit.explain(model(), m=np.int64(5)).entries == fp8kit.explain(model(), m=5).entries
 
 
 def stack(scheme: str, **options: object) -> fp8kit.Fp8Experts:

@@ -1,25 +1,29 @@
-"""Errors for arguments that are no tensors, in functions that others published without any."""
+"""Errors for arguments of another kind, in functions that others published without any."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from fp8kit.errors import InvalidType, InvalidValue, UnsupportedError
 
-_KINDS: dict[str, Any] = {"Tensor": Tensor, "float": float | int, "int": int, "None": NoneType}
+_KINDS: dict[str, Any] = {
+    "Tensor": Tensor, "float": float | int, "int": int, "bool": bool, "str": str,
+    "torch.dtype": torch.dtype, "None": NoneType,
+}  # fmt: skip
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def teaches(function: Function) -> Function:
-    """Let a function that fails on what is no tensor say which argument that is.
+    """Let a function that fails on an argument of another kind say which one that is.
 
-    Which are tensors, its annotations tell. They are read after an error of Python alone, so that a
+    The kinds are those of its annotations. They are read after an error of Python alone, so that a
     call costs no more.
     """
     signature = inspect.signature(function)
@@ -30,14 +34,17 @@ def teaches(function: Function) -> Function:
             return function(*args, **kwargs)
         except (InvalidType, InvalidValue, UnsupportedError):
             raise
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            scope = function.__globals__
             for name, value in signature.bind_partial(*args, **kwargs).arguments.items():
                 kinds = str(signature.parameters[name].annotation).split(" | ")
-                if "Tensor" in kinds and not isinstance(value, tuple(_KINDS[k] for k in kinds)):
+                found = [_KINDS.get(k, scope.get(k.partition("[")[0])) for k in kinds]
+                known = tuple(k for k in found if isinstance(k, type | UnionType))
+                if len(known) == len(kinds) and not isinstance(value, known):
                     raise InvalidType(
                         f"Got {name} of type {type(value).__name__}.",
                         f"{function.__qualname__} takes {' or '.join(kinds)} there.",
-                        "Pass a torch.Tensor.",
+                        "Pass a torch.Tensor." if "Tensor" in kinds else "Pass one.",
                     ) from error
             raise
 

@@ -26,6 +26,7 @@ _SIDE = 128
 _CAST_FLOOR = 1e-4
 
 
+@teaches
 def per_token_group_quant_fp8(
     x: Tensor,
     group_size: int,
@@ -68,6 +69,7 @@ def per_token_group_quant_fp8(
     return written(codes, out_q), scale
 
 
+@teaches
 def per_token_cast_to_fp8(
     x: Tensor, use_ue8m0: bool = False, gran_k: int = _SIDE, use_packed_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -99,6 +101,7 @@ def per_token_cast_to_fp8(
     return _quantized(x, GroupShape(1, gran_k), _CAST_FLOOR, use_ue8m0)
 
 
+@teaches
 def per_block_cast_to_fp8(
     x: Tensor,
     block_size: Sequence[int] | bool = (_SIDE, _SIDE),

@@ -24,6 +24,7 @@ _16_BITS = (torch.float16, torch.bfloat16)
 ModuleFilter = Callable[[str, nn.Module], bool]
 
 
+@teaches
 def enable_fp8_gemm(
     model: nn.Module,
     *,

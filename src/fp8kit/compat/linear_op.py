@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -158,11 +159,11 @@ def _is_per_token(group: Any) -> bool:
     if group is None:
         return False
     rows = getattr(group, "rows", None)
-    pair = tuple(group) if rows is None else (rows, group.cols)
-    if pair not in ((-1, -1), (1, -1)):
+    pair = group if rows is None else (rows, group.cols)
+    if not isinstance(pair, Sequence) or tuple(pair) not in ((-1, -1), (1, -1)):
         raise InvalidValue(
             f"Got act_quant_group_shape={group!r}.",
             "Inputs are quantized per tensor (-1, -1) or per token (1, -1) here.",
             "For groups along K pass a block-quantized weight to fp8kit.linear.",
         )
-    return pair == (1, -1)
+    return tuple(pair) == (1, -1)

@@ -18,7 +18,7 @@ from fp8kit.dispatch.device import capability
 from fp8kit.errors import InvalidValue
 from fp8kit.formats import MX, MX_FORMS, QTensor
 from fp8kit.modules.parameters import frozen
-from fp8kit.ops.validation import check_options
+from fp8kit.ops.validation import check_operands, check_options
 from fp8kit.quantizers.scale_layout import swizzle_scales, unswizzle_scales
 
 MXFP8_VALUE_DTYPE = torch.float8_e4m3fn
@@ -225,6 +225,7 @@ class Mxfp8LinearOp:
         check_options(sizes, _SIZES)
         if self.backend is Mxfp8LinearBackend.EMULATION:
             _check_emulated(weight_scale)
+            check_operands(input, weight, bias, "precise")
             decoded = functional.dequantize(_with_scales(weight, weight_scale), input.dtype)
             offset = None if bias is None else bias.to(input.dtype)
             return F.linear(input, decoded, offset).to(out_dtype)

@@ -78,6 +78,18 @@ def check_extents(name: str, q: QTensor, wanted: tuple[int, ...]) -> None:
         )
 
 
+def check_pair(name: str, pair: object) -> None:
+    """Refuse what is not one tensor for each of the two products; ``None`` is neither."""
+    two = list(pair) if isinstance(pair, tuple | list) else [pair]
+    if pair is None or (len(two) == 2 and all(t is None or isinstance(t, Tensor) for t in two)):
+        return
+    raise InvalidType(
+        f"Got {name}={pair!r:.80}.",
+        "They must be two tensors, one for each product.",
+        "Pass (of gate_up, of down), or leave them out.",
+    )
+
+
 def slots_of(placement: Tensor) -> list[int]:
     """Return the ids that the rows of a stack will hold; raises if they are no vector of ids."""
     held = torch.as_tensor(placement)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit.errors import InvalidType, InvalidValue
+from fp8kit.errors import InvalidType, InvalidValue, check_switch
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.modules import expert_stacks, layer_options, refusals
 from fp8kit.modules.entries import stored_tensors
@@ -130,6 +130,7 @@ class Fp8Experts(ExpertTensors):
             >>> layer = Fp8Experts.from_dense(gate_up, down, "FP8_BLOCK")
         """
         scheme = Scheme.of(scheme)
+        check_switch("transposed", transposed)
         dtypes: list[torch.dtype] = []
         w13 = expert_stacks.quantize_stack(gate_up, scheme, transposed, dtypes)
         w2 = expert_stacks.quantize_stack(down, scheme, transposed, dtypes)
@@ -169,6 +170,8 @@ class Fp8Experts(ExpertTensors):
             >>> layer = Fp8Experts.from_quantized(w13, w2, "FP8_BLOCK")
         """
         scheme = Scheme.of(scheme)
+        expert_stacks.check_pair("biases", biases)
+        expert_stacks.check_pair("input_scales", input_scales)
         count, hidden, intermediate = expert_stacks.stack_extents(down)
         layer = cls(count, hidden, intermediate, activation, scheme, False, "meta", dtype)
         scales = input_scales or (None, None)
@@ -217,6 +220,7 @@ class Fp8Experts(ExpertTensors):
                 shared_input=shared_input, shared_weights=shared_weights,
             )  # fmt: skip
             return routed + shared
+        validation.check_tensor("hidden_states", hidden_states)
         ids, weights = self._routed(top_k_index, top_k_weights, logits)
         if self.shared or shared_weights is not None:
             more_ids, more_weights = self._shared_pairs(ids, weights, shared_weights)
@@ -245,9 +249,11 @@ class Fp8Experts(ExpertTensors):
             shared_input: what shared experts read instead.
             shared_weights: of the shared experts.
         """
+        given = hidden_states if shared_input is None else shared_input
+        for name, tensor in (("hidden_states", hidden_states), ("shared_input", given)):
+            validation.check_tensor(name, tensor)
         ids, weights = self._routed(top_k_index, top_k_weights, logits)
         also = self._shared_pairs(ids, weights, shared_weights)
-        given = hidden_states if shared_input is None else shared_input
         routed, common = (
             experts(x.reshape(-1, x.shape[-1]), ids=i, weights=w, **self._options()).view(x.shape)
             for x, i, w in ((hidden_states, ids, weights), (given, *also))
@@ -276,6 +282,7 @@ class Fp8Experts(ExpertTensors):
         Args:
             on: whether calls are counted; off, which is the default, costs nothing.
         """
+        check_switch("on", on)
         device = self.down_proj.device
         self.tokens = torch.zeros(self.num_ids, dtype=torch.int64, device=device) if on else None
 
@@ -387,10 +394,11 @@ class Fp8Experts(ExpertTensors):
 
 
 def _flat(ids: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    if ids is None or weights is None:
+    if not isinstance(ids, Tensor) or not isinstance(weights, Tensor):
+        kinds = f"ids of type {type(ids).__name__} and weights of type {type(weights).__name__}"
         raise InvalidType(
-            "Got no routing for the tokens.",
-            "Experts take ids and weights, or logits.",
+            f"Got {kinds} for the tokens.",
+            "Experts take tensors of ids and weights, or logits.",
             "Pass what fp8kit.moe.route gives, or logits= with layer.routing set.",
         )
     return ids.reshape(-1, ids.shape[-1]), weights.reshape(-1, weights.shape[-1])

@@ -202,6 +202,8 @@ class Fused(nn.Module):
         if found:  # for this call alone: later they may have another
             held, replaced = vars(replaced), type(replaced).__new__(type(replaced))
             vars(replaced).update({**held, **found})
+        elif torch.compiler.is_compiling() and not self._is_known():
+            return type(replaced).forward(self, *args, **kwargs)
         return replaced.forward(*args, **kwargs)
 
     def extra_repr(self) -> str:

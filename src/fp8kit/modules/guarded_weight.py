@@ -300,7 +300,7 @@ def _refused(name: str, codes: Sequence[GuardedCodes]) -> UnsupportedError:
         if module is not None and not hasattr(module, place):
             module._parameters[place] = own["_codes"]  # torch's old weight_norm deletes it first
     return UnsupportedError(
-        f"Code applies {name} to the weight of {_owner(codes) or 'an Fp8Linear'}.",
+        f"Code applies {name!r} to the weight of {_owner(codes) or 'an Fp8Linear'}.",
         "That weight is FP8 codes, which are no numbers without their scales.",
         "Call the layer instead; or compute with layer.to_linear().weight, or with "
         "fp8kit.dequantize(layer.quantized_weight()), of experts with "

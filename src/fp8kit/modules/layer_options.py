@@ -39,7 +39,7 @@ def checked(layer: Fp8Linear, name: str, value: Any) -> Any:
         return value
     try:
         bound = float(value)
-    except (TypeError, ValueError):
+    except (RuntimeError, TypeError, ValueError):
         bound = math.nan
     if not 0 < bound < math.inf:
         raise InvalidValue(

@@ -17,7 +17,17 @@ from torch import Tensor, nn
 from fp8kit import functional
 from fp8kit.dispatch.device import architecture, native_codes
 from fp8kit.errors import InvalidType, InvalidValue
-from fp8kit.formats import E4M3FN, E4M3FNUZ, MX, ROW, TENSOR, QTensor, Scheme, fp8_format
+from fp8kit.formats import (
+    E4M3FN,
+    E4M3FNUZ,
+    MX,
+    ROW,
+    TENSOR,
+    QTensor,
+    Scheme,
+    check_strided,
+    fp8_format,
+)
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import frozen
 from fp8kit.ops.validation import check_quantized
@@ -212,6 +222,7 @@ def _scale_of_each(codes: Tensor, scales: Tensor, widths: Sequence[int]) -> Tens
             "Scales of parts are one float32 number for each, as a tensor.",
             "Convert them with .float().",
         )
+    check_strided("scales", scales)
     whole = all(isinstance(w, int) and w >= 0 for w in widths)
     if codes.dim() != 2 or not widths or not whole or sum(widths) != codes.shape[0]:
         raise InvalidValue(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import InvalidType, InvalidValue
-from fp8kit.formats import TENSOR, GroupShape, QTensor, Scheme
+from fp8kit.formats import TENSOR, GroupShape, QTensor, Scheme, check_strided
 from fp8kit.moe.activation import Activation
 from fp8kit.moe.routing import check_routing
 from fp8kit.ops import validation
@@ -81,6 +81,7 @@ def check_routes(x: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | N
             "It must be a tensor on the device of x.",
             "Pass torch.tensor(expert_map, device=x.device).",
         )
+    check_strided("an expert_map", expert_map)
     if expert_map.dtype not in _INTEGERS or expert_map.dim() not in (1, 2):
         raise InvalidValue(
             f"Got an expert_map {expert_map.dtype} {tuple(expert_map.shape)}.",
@@ -139,6 +140,7 @@ def check_grouped(
             "They must be a tensor on the device of x.",
             "Pass torch.tensor(offsets, device=x.device).",
         )
+    check_strided("offsets", offsets)
     if offsets.dtype not in _INTEGERS or tuple(offsets.shape) != (w.shape[0] + 1,):
         raise InvalidValue(
             f"Got offsets {offsets.dtype} {tuple(offsets.shape)} for {w.shape[0]} experts.",

@@ -8,6 +8,7 @@ and not the weights).
 
 from __future__ import annotations
 
+import numbers
 import operator
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import InvalidType, InvalidValue, check_choice, check_number, check_switch
+from fp8kit.formats import check_strided
 from fp8kit.moe.choice import CHOOSE, SCORINGS, Formula, scores_of, weights_of
 from fp8kit.ops.validation import check_float, check_operand, check_size
 
@@ -80,6 +82,12 @@ def route(
                 "A custom function scores and chooses itself.",
                 "Leave out scoring, renormalize, groups and correction_bias.",
             )
+        if not callable(custom):
+            raise InvalidType(
+                f"Got custom={custom!r:.80}.",
+                "It must be a function from logits and top_k to ids and weights.",
+                "Leave it out for the formula of the other options.",
+            )
         ids, weights = custom(logits, top_k)
         check_routing(ids, weights, logits.shape[0])
         return ids.long(), weights.float() * scaling_factor
@@ -133,6 +141,7 @@ def check_routing(ids: Tensor, weights: Tensor, m: int) -> None:
                 f"They must be a tensor [{m}, k].",
                 "Pass what fp8kit.moe.route gives.",
             )
+        check_strided(name, tensor)
     if ids.dtype not in _INTEGERS or not weights.is_floating_point():
         raise InvalidType(
             f"Got ids of {ids.dtype} and weights of {weights.dtype}.",
@@ -160,7 +169,7 @@ def _within_groups(choice: Tensor, groups: int, top_groups: int, summed: bool) -
 
 
 def _check_counts(logits: Tensor, top_k: int) -> None:
-    if not hasattr(top_k, "__index__"):
+    if not isinstance(top_k, torch.SymInt | numbers.Integral):
         raise InvalidType(
             f"Got top_k={top_k!r}.",
             "How many experts a token takes is an integer.",
@@ -183,7 +192,7 @@ def _check_groups(experts: int, top_k: int, groups: int | None, top_groups: int 
             "Groups of experts, and how many of them a token takes, come together.",
             "Pass both or neither.",
         )
-    whole = hasattr(groups, "__index__") and hasattr(top_groups, "__index__")
+    whole = all(isinstance(n, torch.SymInt | numbers.Integral) for n in (groups, top_groups))
     if not whole or groups < 1 or experts % groups or not 1 <= top_groups <= groups:
         raise InvalidValue(
             f"Got {groups} groups, {top_groups} of them taken, for {experts} experts.",

@@ -22,6 +22,7 @@ from fp8kit.formats import (
     QTensor,
     Scheme,
     check_scale,
+    check_strided,
 )
 from fp8kit.quantizers.scale_layout import LAYOUTS, has_columns
 
@@ -236,6 +237,7 @@ def check_scale_ub(scale_ub: Tensor | None, x: Tensor) -> None:
             f"It must be one float32 number on {x.device}, as a tensor.",
             f"Pass torch.tensor({scale_ub!r}, device=x.device).",
         )
+    check_strided("scale_ub", scale_ub)
     if scale_ub.numel() != 1 or scale_ub.dtype != torch.float32 or scale_ub.device != x.device:
         raise InvalidValue(
             f"Got scale_ub {scale_ub.dtype} {tuple(scale_ub.shape)} on {scale_ub.device}.",
@@ -351,6 +353,8 @@ def check_operands(x: Tensor, w: Tensor, bias: Tensor | None, accum: str) -> Non
             f"A bias is a float tensor of shape ({w.shape[0]},), or None.",
             "Pass a torch.Tensor with one value per output feature.",
         )
+    if bias is not None:
+        check_strided("a bias", bias)
     if bias is not None and (tuple(bias.shape) != (w.shape[0],) or bias.dtype not in FLOATS):
         raise InvalidValue(
             f"Got a bias of shape {tuple(bias.shape)} and dtype {bias.dtype}.",

@@ -111,7 +111,7 @@ def explain(layer_or_model: nn.Module, m: int = 16) -> Explanation:
         raise InvalidValue(
             f"Got m={m}.", "A row count is not negative.", "Pass the number of tokens."
         )
-    asked = list(_asked(layer_or_model, m))
+    asked = list(_asked(layer_or_model, int(m)))
     if not asked:
         raise InvalidValue(
             f"{type(layer_or_model).__name__} holds no Fp8Linear and no FP8 experts.",

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fp8kit.dispatch.device import capability
 from fp8kit.errors import InvalidType, InvalidValue
-from fp8kit.formats import GROUP128, GroupShape, scale_dtype, scale_shape
+from fp8kit.formats import GROUP128, GroupShape, check_shape, scale_dtype, scale_shape
 
 LAYOUTS = ("row", "column")
 _MULTIPLE = 4  # rows: 16 bytes of ``float32``
@@ -133,6 +133,7 @@ def unswizzle_scales(scale: Tensor, shape: Sequence[int]) -> Tensor:
         True
     """
     _check_exponents(scale)
+    check_shape(shape)
     sides = tuple(shape)
     padded = (*sides[:-2], *(-(-n // m) * m for n, m in zip(sides[-2:], (128, 4), strict=False)))
     if len(sides) < 2 or min(sides) < 0 or scale.numel() != math.prod(padded):
