@@ -11,8 +11,6 @@ so feed-forwards, and layers that read what stands for it, make them in graphs, 
 from __future__ import annotations
 
 import copy
-import functools
-import math
 import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeGuard
@@ -29,11 +27,12 @@ from fp8kit.modules.hooks import carry_hooks, is_watched
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.norm_formula import NormFormula
 from fp8kit.modules.parameters import any_trained, deepcopied
+from fp8kit.modules.pending import not_written
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.modules.tracing import constant_in_graphs, is_compiled
 from fp8kit.ops.operators import CodesCall
 from fp8kit.ops.transforms import is_transformed
-from fp8kit.runtime.replay_cache import ReplayCache, is_traced, jit_tracing
+from fp8kit.runtime.replay_cache import ReplayCache, jit_tracing
 
 FUSED_DEVICES = ("cuda",)
 _LAYER_CODE = Fp8Linear.forward  # a subclass may compute something else
@@ -128,8 +127,7 @@ class Consumers:
 
     def produce(self, replays: ReplayCache, call: CodesCall) -> list[Tensor]:
         """Make codes and offer them; give what stands for their input, then the other results."""
-        # it is what the layers are called with in the place of a tensor that is not written
-        stand_in = _nan(call.inputs[0].device, call.dtype).expand(call.shape)
+        stand_in = not_written(call.shape, call.inputs[0].device, call.dtype)
         return [stand_in, *self.group.produce(stand_in, replays, call)]
 
 
@@ -419,14 +417,3 @@ def _code_of(module: nn.Module) -> object:
     """Return the ``forward`` of a class, ``None`` if a compiler runs it, which reads its input."""
     own = type(module).forward
     return None if hasattr(own, "_torchdynamo_orig_callable") else own
-
-
-def _nan(device: torch.device, dtype: torch.dtype) -> Tensor:
-    make = _kept_nan.__wrapped__ if is_traced() else _kept_nan  # a mode may make fake tensors
-    nan: Tensor = make(device, dtype)
-    return nan
-
-
-@functools.cache
-def _kept_nan(device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.full((), math.nan, device=device, dtype=dtype)

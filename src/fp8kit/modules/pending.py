@@ -6,6 +6,8 @@ depends on; any other call computes for itself.
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.ops.operators import RowCodes
+from fp8kit.runtime.replay_cache import is_traced
 from fp8kit.runtime.weight_hazards import version
 
 # what torch does not declare for type checkers
@@ -42,6 +45,18 @@ class Waiting(threading.local):
     """What waits in one thread: calls of others between two siblings must not take it away."""
 
     pending: Pending | None = None
+
+
+def not_written(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return what stands for a tensor that is not written: layers are called with it instead."""
+    make = _kept_nan.__wrapped__ if is_traced() else _kept_nan  # a mode may make fake tensors
+    nan: Tensor = make(device, dtype)
+    return nan.expand(shape)
+
+
+@functools.cache
+def _kept_nan(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.full((), math.nan, device=device, dtype=dtype)
 
 
 def input_state(x: Tensor) -> State:
