@@ -344,6 +344,13 @@ def test_ignore_lists_are_written_for_every_reader() -> None:
         assert found["ignored_layers"] == found["modules_to_not_convert"] == names
 
 
+def test_what_engines_merge_in_linear_attention_is_listed_too() -> None:
+    """Some of their classes around a Qwen3.5 do not say what they merge."""
+    parts = ("x.in_proj_b", "x.in_proj_a", "x.in_proj_z")
+    found = dialect_named("fp8").render(Spec(SCHEMES["FP8_BLOCK"], parts))
+    assert found["ignored_layers"] == sorted({"lm_head", *parts, "x.in_proj_ba"})
+
+
 def test_dialects_that_are_only_read() -> None:
     only_read = {d.name for d in DIALECTS if not d.writable}
     assert only_read == {

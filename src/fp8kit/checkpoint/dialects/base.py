@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fp8kit.conversion.model_families import GATE_UP
+from fp8kit.conversion.model_families import GATE_UP, OF_DELTA_NET
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape, Scheme
@@ -24,7 +24,7 @@ Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 _EMBEDDING = re.compile(r"(embed|wte|wpe)[^.]*$")
 _SINGLE_EXPERT = re.compile(r"\bexperts\.\d+\.")
 # merged layers of which engines ask by name, and the layers in files that they are made of
-_ASKED_FOR = {"gate_up_proj": GATE_UP, "qkv_proj": ("qkv",)}
+_ASKED_FOR = {"gate_up_proj": GATE_UP, "qkv_proj": ("qkv",), **OF_DELTA_NET}
 _NATURAL = {TENSOR: ROW, ROW: ROW, BLOCK: GROUP128, MX: MX}
 
 

@@ -16,7 +16,7 @@ import torch
 
 from fp8kit.checkpoint.dialects import base
 from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source, Spec
-from fp8kit.conversion.model_families import JOINED
+from fp8kit.conversion.model_families import JOINED, OF_DELTA_NET
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, Scheme
 
@@ -43,7 +43,7 @@ _NVFP4: JsonObject = {"strategy": "tensor_group", "group_size": 16, "num_bits": 
 _HISTORY = ("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype")
 
 # merged layers, and their parts on disk
-_MERGED_PARTS = {name: JOINED[name][0] for name in ("gate_up_proj", "qkv_proj")}
+_MERGED_PARTS = {name: JOINED[name][0] for name in ("gate_up_proj", "qkv_proj")} | OF_DELTA_NET
 _EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)(?:\.\d+\..+)?")
 _OUTER = re.compile(r"^(model\.|language_model\.)+")
 
