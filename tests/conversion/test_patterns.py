@@ -35,6 +35,8 @@ from fp8kit.conversion.patterns import DEFAULT_EXCLUDE, matches
         "norm_out.linear",
         "img_mod.modulation.lin",
         "layers.0.attn_hyper_connection.input_mix_weight_up",
+        "layers.0.linear_attn.in_proj_ba",
+        "layers.0.linear_attn.in_proj_a",
         "vision_tower.layers.0.q_proj",
         "visual.blocks.0.attn.qkv",
         "multi_modal_projector.linear_1",
@@ -51,6 +53,7 @@ def test_default_exclusions_cover(name: str) -> None:
     "name",
     [
         "layers.0.mlp.gate_proj",
+        "layers.0.linear_attn.in_proj_qkvz",
         "layers.0.mlp.gate_up_proj",
         "layers.0.mlp_channels.gate.proj",
         "layers.0.self_attn.q_proj",

@@ -32,6 +32,7 @@ from numerics import (
     assert_same_tensors,
     relative_error,
 )
+from zoo import of_transformers
 
 transformers = pytest.importorskip("transformers")
 from fp8kit.integrations import transformers as plugin  # noqa: E402
@@ -876,3 +877,22 @@ def test_layers_whose_weight_is_read_are_decoded(tmp_path: Path) -> None:
     assert kept == [n for n, m in source.named_modules() if isinstance(m, fp8kit.Fp8Linear)]
     assert kept
     assert model(input_ids=torch.arange(8).view(1, -1)).last_hidden_state.isfinite().all()
+
+
+def test_fp8_weights_that_other_layers_have_too_are_decoded(tmp_path: Path) -> None:
+    """Zamba has one block under several names, and its files have the first alone."""
+    (zamba,) = (a for a in of_transformers.architectures() if a.name.endswith("/ZambaForCausalLM"))
+    zamba.model(torch.bfloat16).save_pretrained(tmp_path)
+    name = "model.layers.1.shared_transf.feed_forward.up_proj"
+    weight = load_file(tmp_path / SHARD)[f"{name}.weight"]
+    q = fp8kit.quantize(weight, ROW, role="weight")
+    added = {f"{name}.weight": q.data, f"{name}.weight_scale": q.scale}
+    edit_tensors(tmp_path, **added)
+    quantization = {"quant_method": "fbgemm_fp8", "activation_scale_ub": None}
+    edit_json(tmp_path / "config.json", quantization_config=quantization)
+    with pytest.warns(UserWarning, match=rf"decoded to high.*{name}: its weight is tied to model"):
+        model = load(tmp_path)
+    wanted = fp8kit.dequantize(q, torch.bfloat16)
+    for holder in (name, name.replace("layers.1", "layers.3")):
+        assert_bits_equal(model.get_submodule(holder).weight.detach(), wanted)
+    assert logits(model, IDS % 64).isfinite().all()

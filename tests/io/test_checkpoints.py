@@ -30,7 +30,7 @@ import fresh
 from checkpoint_samples import NANO, all_bytes, edit_json, edit_tensors, read
 from disks import Disk
 from fp8kit.checkpoint.storage.reader import open_checkpoint
-from fp8kit.checkpoint.streaming import journal
+from fp8kit.checkpoint.streaming import executor, journal
 from fp8kit.errors import CheckpointError, ConversionError
 from fp8kit.io import checkpoints
 from fp8kit.io.checkpoints import Recipe, quantize_checkpoint, workers_on
@@ -722,6 +722,19 @@ def test_progress_counts_every_byte_once(
     interrupted(nano, tmp_path / "out", 3)
     stream(nano, tmp_path / "out")
     assert 0 < bars[-1].initial < bars[-1].n == total
+
+
+def test_a_source_that_changes_meanwhile(nano: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(nano, source)
+
+    def writing(*work: Any) -> None:
+        executor.write_shards(*work, devices=[torch.device("cpu")])
+        os.utime(source / "model.safetensors", (1, 1))
+
+    with pytest.raises(CheckpointError, match=r"model.safetensors has changed since it was opened"):
+        stream(source, tmp_path / "out", runner=writing)
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_stderr_there_is_no_bar(nano: Path, tmp_path: Path) -> None:

@@ -117,6 +117,16 @@ def test_no_scale_and_no_row_of_a_stack_is_lost(name: str, rows: int, tmp_path: 
             convert_checkpoint(make(tmp_path / "o", odd, FP8), tmp_path / "e")
 
 
+def test_stacks_of_a_module_that_no_engine_takes_apart_are_said(tmp_path: Path) -> None:
+    """Step 3.5 has them as ``moe.gate_proj.weight``, and so its engines read them."""
+    names = [f"model.layers.3.moe.{part}_proj" for part in ("gate", "up", "down")]
+    tensors = {f"{n}.weight": fp8(codes(2, 128, 128)) for n in names}
+    tensors |= {f"{n}.weight_scale_inv": scales(2, 1, 1) for n in names}
+    source = make(tmp_path / "c", tensors, FP8 | {"weight_block_size": [128, 128]})
+    with pytest.warns(UserWarning, match=r"moe\.0\.down_proj and 5 more .* no engine is known"):
+        convert_checkpoint(source, tmp_path / "d")
+
+
 def test_one_scale_becomes_rows_where_engines_need_them(tmp_path: Path) -> None:
     source = make(tmp_path / "c", stack(torch.tensor([0.5, 0.25])), FP8)
     convert_checkpoint(source, tmp_path / "d", target="vllm")

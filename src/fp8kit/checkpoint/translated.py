@@ -133,7 +133,7 @@ def check_target(job: Translation, target: str, dense: list[str], unfit: str) ->
         check_layers(target, scheme, shapes, dense, others=others, **given)
     if job.dialect.name == "compressed-tensors" and target == "vllm":
         _check_input_scales(job)
-    single = [m.name for m in job.matrices if experts_of(m.name) and not m.whole]
+    single = [m.name for m in job.matrices if m.expert >= 0 or (experts_of(m.name) and not m.whole)]
     odd = [name for name in single if not _EXPERT.fullmatch(name)]
     if odd:
         warnings.warn(

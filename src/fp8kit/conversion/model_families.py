@@ -32,8 +32,16 @@ STACKED: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 # the layers of an expert under the names of Mixtral
 MIXTRAL_PARTS = dict(zip((*GATE_UP, "down_proj"), (*_W1_W3, "w2"), strict=True))
+# of linear attention (Qwen3.5): what engines merge, and the layers it is made of
+OF_DELTA_NET = {
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
 # layers that serving engines merge into one, which then has one kind of weight
-MERGED_BY_ENGINES = (_QKV, GATE_UP, _W1_W3, ("q_a_proj", "kv_a_proj_with_mqa"))
+MERGED_BY_ENGINES = (
+    *(_QKV, GATE_UP, _W1_W3, ("q_a_proj", "kv_a_proj_with_mqa")),
+    *OF_DELTA_NET.values(),
+)
 
 _ATTENTION = " ".join(f"self_attn.{name}" for name in _QKV)
 _MLP = " ".join(f"mlp.{name}" for name in GATE_UP)

@@ -52,6 +52,8 @@ _PROTECTED = (
         "modulation",
     ),
     (r"\w*hyper_connection\w*", "mixing of residual streams"),
+    # how fast a state fades; too few rows for the 128x128 blocks of engines, which merge them
+    (r"linear_attn\.in_proj_(a|b|ba)", "gate of linear attention"),
     (r"(\w+_)?(vision_tower|vision_model|visual)", TOWERS[0]),
     (r"(\w+_)?projector|language_projection", "projector"),
     (r"(\w+_)?audio_tower|audio_proj\w*", TOWERS[1]),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
@@ -32,6 +32,7 @@ from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.eligibility import read_elsewhere
 from fp8kit.conversion.model_families import JOINED
 from fp8kit.conversion.patterns import some_of
+from fp8kit.conversion.report import tied_to
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.integrations.transformers_experts import Taken, chosen_experts, take_experts
@@ -211,15 +212,35 @@ class _OnDisk:
 def _layers(checkpoint: Checkpoint, model: Any) -> tuple[list[str], list[str], Mapping[str, str]]:
     """Divide the FP8 layers into those that stay FP8 in the model, and the others.
 
-    Those are merged, or their weight is read by code; the reasons of the latter come with them.
+    Those are merged, or their weight is read by code or tied to a layer that is not in the files;
+    the reasons of the latter come with them.
     """
     weights = {layer.weight: name for name, layer in checkpoint.layers.items()}
     kept, merged = layers_in_model(model, weights)
     by_code = read_elsewhere(model) if kept else {}
     modules = {weights[w]: model.get_submodule(name) for w, name in kept.items()}
     read = {name: by_code[module] for name, module in modules.items() if module in by_code}
+    read |= {weights[w]: reason for w, reason in _tied(checkpoint, model, kept).items()}
     others = [*(weights[w] for w in merged), *read]
     return [name for name in modules if name not in read], others, read
+
+
+def _tied(checkpoint: Checkpoint, model: Any, kept: Mapping[str, str]) -> dict[str, str]:
+    """Return why FP8 layers are decoded whose weight is that of a linear layer without one on disk.
+
+    That one would get the codes. Weights are named as on disk, and ``kept`` has their modules.
+    """
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    held, _ = layers_in_model(model, [n for n in checkpoint.tensors if n.endswith(".weight")])
+    on_disk = {f"{module}.weight": weight for weight, module in kept.items()}
+    there = {f"{module}.weight" for module in held.values()}
+    return {
+        on_disk[first]: tied_to(second)
+        for first, second in (*ties.items(), *((b, a) for a, b in ties.items()))
+        if first in on_disk
+        and second not in there
+        and isinstance(model.get_submodule(second.rpartition(".")[0]), nn.Linear)
+    }
 
 
 def _surplus(checkpoint: Checkpoint, taken: Taken) -> set[str]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fp8kit.checkpoint.storage import directory
+from fp8kit.checkpoint.storage.headers import check_unchanged
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.refusals import check_source
 from fp8kit.checkpoint.streaming import executor, journal
@@ -92,7 +93,8 @@ def quantize_checkpoint(
         ConversionError: if a pattern matches nothing, a weight is not finite, or nothing would
             become FP8.
         CheckpointError: if the source is damaged or FP8 already, the target cannot load the result,
-            the destination is in the way, the disk is full, or another run was interrupted here.
+            the destination is in the way, the disk is full, the source changes meanwhile, or
+            another run was interrupted here.
 
     Example:
         >>> report = fp8kit.quantize_checkpoint("bf16-dir", "fp8-dir", "FP8_BLOCK")
@@ -132,6 +134,7 @@ def quantize_checkpoint(
         directory.check_destination(goal, origin, overwrite)
         partial.begin(run)
         _carry_out(work, checkpoint.path, partial, runner, progress)
+        check_unchanged(checkpoint.path, checkpoint.tensors.values())
         directory.complete(partial.folder, work.shards, work.layout, work.config, source=origin)
         partial.install()
     return report

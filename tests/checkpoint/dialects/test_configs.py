@@ -169,11 +169,47 @@ def test_flat_modelopt_counts_more_than_nested() -> None:
     assert read(flat, documents=nested) == ("modelopt", Numbers(MX, MX))
 
 
+def test_the_file_of_modelopt_may_be_flat_and_tells_what_its_config_leaves_out() -> None:
+    """A pipeline of Cosmos has the first, MIXED_PRECISION in ``config.json`` may be the second."""
+    static = Numbers(TENSOR, static=True)
+    flat = {"hf_quant_config.json": MODELOPT | {"quant_algo": "FP8", "ignore": ["visual*"]}}
+    assert read({}, documents=flat) == ("modelopt", static)
+    layers = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "FP8"}}}
+    nested = {"hf_quant_config.json": {"quantization": layers}}
+    assert read(MIXED, documents=nested) == ("modelopt", static)
+    groups = {"group_0": {"targets": ["a"], "weights": {"num_bits": 8}}}
+    assert read(MIXED | {"config_groups": groups}) == ("modelopt", Numbers(static=None))
+
+
+def test_an_embedding_in_fp8_has_no_scale_of_inputs() -> None:
+    """NVIDIA lists the table of n-grams of a Qwen as FP8."""
+    source = Source({"quantization_config": MODELOPT | {"quant_algo": "FP8"}}, KINDS)
+    numbers = dialect_of(source).parse(source).numbers
+    assert numbers("ple.ngram_embedding") == Numbers(TENSOR, static=None)
+    assert numbers("q_proj") == Numbers(TENSOR, static=True)
+
+
+def test_layers_that_quark_left_in_the_fp8_of_its_source_are_known_by_their_tensors() -> None:
+    groups = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+    config = quark(groups, DYNAMIC)
+    assert read(config) == ("quark", Numbers(MX))
+    assert read(config | {"exclude": ["lm_head", "a*"]}) == ("quark", Numbers(static=None))
+
+
 @pytest.mark.parametrize(("word", "static"), [("NO_SCALES", False), ("TENSOR", True), (None, None)])
 def test_mistral_says_how_activations_are_scaled(word: str | None, static: bool | None) -> None:
     params = {"quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": word}}
     found = read({}, "qscale_weight", documents={"params.json": params})
     assert found == ("mistral", Numbers(static=static))
+
+
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+def test_mistral_may_hold_a_config_of_compressed_tensors(key: str) -> None:
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    said = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    found = read({}, documents={"params.json": {key: said | {"ignore": ["output"]}}})
+    assert found == ("mistral", Numbers(ROW, weight_only=True))
 
 
 def test_mistral_is_told_by_its_tensors() -> None:
@@ -306,6 +342,13 @@ def test_ignore_lists_are_written_for_every_reader() -> None:
     for dialect, scheme in (("fp8", "FP8_BLOCK"), ("autofp8", "FP8"), ("mxfp8", "MXFP8")):
         found = dialect_named(dialect).render(Spec(SCHEMES[scheme], (names[1],)))
         assert found["ignored_layers"] == found["modules_to_not_convert"] == names
+
+
+def test_what_engines_merge_in_linear_attention_is_listed_too() -> None:
+    """Some of their classes around a Qwen3.5 do not say what they merge."""
+    parts = ("x.in_proj_b", "x.in_proj_a", "x.in_proj_z")
+    found = dialect_named("fp8").render(Spec(SCHEMES["FP8_BLOCK"], parts))
+    assert found["ignored_layers"] == sorted({"lm_head", *parts, "x.in_proj_ba"})
 
 
 def test_dialects_that_are_only_read() -> None:

@@ -74,6 +74,7 @@ def test_unknown_target() -> None:
         ("vllm", "a.kv_a_proj_with_mqa", (576, 256), ""),
         ("sglang", "a.kv_a_proj_with_mqa", (576, 256), "merges q_a_proj, kv_a_proj_with_mqa"),
         ("sglang", "a.o_proj", (576, 256), ""),
+        ("vllm", "a.in_proj_b", (64, 256), "merges in_proj_b, in_proj_a and needs 128"),
         ("vllm", "a.o_proj", (256, 130), "to divide the columns"),
         ("vllm", "a.gate_proj", (320, 256), "merges gate_proj, up_proj and needs 128"),
         ("vllm", "a.up_proj", (320, 256), ""),
@@ -98,7 +99,9 @@ def test_misfits_are_refused_by_name() -> None:
         check_layers("vllm", block, {"a": SHAPE, "b": (256, 130)}, [])
 
 
-@pytest.mark.parametrize("group", [("q_proj", "k_proj", "v_proj"), ("w1", "w3")])
+@pytest.mark.parametrize(
+    "group", [("q_proj", "k_proj", "v_proj"), ("w1", "w3"), ("in_proj_qkv", "in_proj_z")]
+)
 def test_half_quantized_siblings_are_refused_where_they_merge(group: tuple[str, ...]) -> None:
     first, second, *_ = group
     layers, dense = {f"l.{first}": SHAPE}, [f"l.{second}", "l.o_proj"]

@@ -7,8 +7,10 @@ import json
 import os
 import re
 import resource
+import shutil
 import struct
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,13 @@ from safetensors.torch import save_file
 from checkpoint_samples import SHARD, Ragged, edit_json, saved
 from disks import Disk
 from fp8kit.checkpoint.inspection import inspect
-from fp8kit.checkpoint.storage.headers import TensorInfo, read_header, read_json, read_tensor
+from fp8kit.checkpoint.storage.headers import (
+    TensorInfo,
+    check_unchanged,
+    read_header,
+    read_json,
+    read_tensor,
+)
 from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.cli.main import main
 from fp8kit.errors import CheckpointError
@@ -225,12 +233,42 @@ def test_links_of_a_hub_cache_are_followed(tmp_path: Path) -> None:
     assert open_checkpoint(path).spec is not None
 
 
+def test_a_file_in_the_place_of_the_one_that_was_opened_is_not_read(tmp_path: Path) -> None:
+    """Of the same shapes: a trainer saves again while a server loads."""
+    save_file({"a": torch.zeros(1000)}, tmp_path / SHARD)
+    found = read_header(tmp_path, SHARD)[0]
+    check_unchanged(tmp_path, found.values())
+    assert_bits_equal(read_tensor(tmp_path, found["a"]), torch.zeros(1000))
+    save_file({"a": torch.ones(1000)}, tmp_path / "new")
+    os.utime(tmp_path / "new", (1, 1))
+    (tmp_path / "new").replace(tmp_path / SHARD)
+    with pytest.raises(CheckpointError, match=r"model.safetensors has changed since.* start again"):
+        read_tensor(tmp_path, found["a"])
+    with pytest.raises(CheckpointError, match=r"model.safetensors has changed since"):
+        check_unchanged(tmp_path, found.values())
+
+
+def test_files_that_are_replaced_while_headers_are_read(tmp_path: Path, disk: Disk) -> None:
+    path = saved(tmp_path / "a", max_shard_bytes=20_000)
+    shutil.copytree(path, tmp_path / "b")
+    first, *_, last = sorted(p.name for p in path.glob("*.safetensors"))
+    os.utime(tmp_path / "b" / first, (1, 1))
+
+    def meanwhile(file: Any, *_: Any) -> None:
+        if Path(file).name == last and (tmp_path / "b").exists():
+            shutil.rmtree(path)
+            (tmp_path / "b").rename(path)
+
+    disk.notes("open", meanwhile)
+    refused(path, f"{first} has changed since")
+
+
 def test_files_that_shrink_while_they_are_read(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1000)}, tmp_path / SHARD)
     info = read_header(tmp_path, SHARD)[0]["a"]
     (tmp_path / SHARD).write_bytes((tmp_path / SHARD).read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=r"model.safetensors is damaged.*a cannot be read"):
-        read_tensor(tmp_path, info)
+        read_tensor(tmp_path, replace(info, stamp=()))
     (tmp_path / SHARD).unlink()
     with pytest.raises(CheckpointError, match=r"a cannot be read: .*No such file"):
         read_tensor(tmp_path, info)

@@ -381,6 +381,22 @@ def test_what_does_not_read_back_is_not_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_old_files_that_another_process_removes_first(tmp_path: Path, disk: Disk) -> None:
+    """It takes them for what a killed process left."""
+    write(tmp_path / "c", state())
+    (tmp_path / "c" / "old").touch()
+
+    def meanwhile(file: object, *_: object) -> None:
+        if Path(str(file)).suffix == ".tmp" and (Path(str(file)) / "old").exists():
+            disk.mend()
+            shutil.rmtree(str(file))
+
+    disk.notes("open", meanwhile)
+    write(tmp_path / "c", state(1), overwrite=True)
+    assert not (tmp_path / "c" / "old").exists()
+    assert only(tmp_path / "c") == ["c"]
+
+
 def test_no_room(tmp_path: Path, disk: Disk) -> None:
     disk.has_free(10)
     with pytest.raises(

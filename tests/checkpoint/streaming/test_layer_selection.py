@@ -90,6 +90,16 @@ def test_every_unquantized_matrix_is_ignored_by_name() -> None:
     ]
 
 
+def test_stacks_beside_a_router_are_ignored_by_the_modules_that_engines_make_of_them() -> None:
+    """Step 3.5: vLLM's module is ``moe.experts``, SGLang's ``mlp.experts``."""
+    names = ("gate_proj", "up_proj", "down_proj")
+    shapes: dict[str, tuple[int, ...]] = {f"l__3__moe__{n}__weight": (4, 128, 128) for n in names}
+    shapes |= {"l__3__moe__gate__weight": (4, 128), "l__3__a__weight": (128, 128)}
+    found = checkpoint(**shapes)
+    choice = select_layers(found, Recipe(), facts_by_name(found))
+    assert choice.ignore == ["l.3.mlp.experts", "l.3.moe.experts", "l.3.moe.gate"]
+
+
 def test_experts_of_a_layer_stay_together() -> None:
     shapes = {f"layers__0__experts__{i}__up_proj__weight": (128, 128) for i in range(3)}
     for target, said in (

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fp8kit.conversion.model_families import GATE_UP
+from fp8kit.conversion.model_families import GATE_UP, OF_DELTA_NET
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape, Scheme
@@ -21,9 +21,10 @@ OTHER_FORMAT = "Weights of other formats are not read: start from the high-preci
 _AGAIN = "Correct it, or export the model again."
 _CONFIG = "The quantization config"
 Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+_EMBEDDING = re.compile(r"(embed|wte|wpe)[^.]*$")
 _SINGLE_EXPERT = re.compile(r"\bexperts\.\d+\.")
 # merged layers of which engines ask by name, and the layers in files that they are made of
-_ASKED_FOR = {"gate_up_proj": GATE_UP, "qkv_proj": ("qkv",)}
+_ASKED_FOR = {"gate_up_proj": GATE_UP, "qkv_proj": ("qkv",), **OF_DELTA_NET}
 _NATURAL = {TENSOR: ROW, ROW: ROW, BLOCK: GROUP128, MX: MX}
 
 
@@ -163,6 +164,11 @@ def left_dense(spec: Spec) -> JsonObject:
     """Announce the layers in high precision as vLLM reads it, and as Transformers does."""
     left = sorted(listed(spec.ignore))
     return {"ignored_layers": left, "modules_to_not_convert": left}
+
+
+def is_embedding(layer: str) -> bool:
+    """Return whether a layer of this name is a table that is looked up, without activations."""
+    return _EMBEDDING.search(layer) is not None
 
 
 def first_match(known: Mapping[str, Numbers], layer: str, default: Numbers) -> Numbers:

@@ -16,7 +16,7 @@ import torch
 
 from fp8kit.checkpoint.dialects import base
 from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source, Spec
-from fp8kit.conversion.model_families import JOINED
+from fp8kit.conversion.model_families import JOINED, OF_DELTA_NET
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, Scheme
 
@@ -43,9 +43,8 @@ _NVFP4: JsonObject = {"strategy": "tensor_group", "group_size": 16, "num_bits": 
 _HISTORY = ("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype")
 
 # merged layers, and their parts on disk
-_MERGED_PARTS = {name: JOINED[name][0] for name in ("gate_up_proj", "qkv_proj")}
+_MERGED_PARTS = {name: JOINED[name][0] for name in ("gate_up_proj", "qkv_proj")} | OF_DELTA_NET
 _EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)(?:\.\d+\..+)?")
-_EMBEDDING = re.compile(r"(embed|wte|wpe)[^.]*$")
 _OUTER = re.compile(r"^(model\.|language_model\.)+")
 
 
@@ -92,7 +91,7 @@ def _parse(source: Source) -> Announcement:
             patterns = (group for target, group in known.items() if _is_pattern_of(target, name))
             if found := known.get(name) or next(patterns, None):
                 return found
-        kind = "Embedding" if _EMBEDDING.search(layer) else "Linear"
+        kind = "Embedding" if base.is_embedding(layer) else "Linear"
         if classes:
             return known[next(c for c in (kind, "Linear", "Module", *classes) if c in known)]
         if len({*known.values()}) > 1:

@@ -1,31 +1,43 @@
 """Mistral's own files: ``params.json`` beside ``consolidated.safetensors``.
 
-Layers keep Mistral's names, and the rows of ``wq`` and ``wk`` the order they have there.
+Layers keep Mistral's names, and the rows of ``wq`` and ``wk`` the order they have there. What
+llm-compressor made has its own config there, and is read as compressed-tensors.
 """
 
 from __future__ import annotations
 
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Numbers, Source, broken, objects
+from dataclasses import replace
+
+from fp8kit.checkpoint.dialects import base
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source
+from fp8kit.checkpoint.dialects.compressed_tensors import COMPRESSED_TENSORS
 
 FILE = "params.json"
 _STATIC = {"NO_SCALES": False, "TENSOR": True, None: None}
 
 
 def _detect(source: Source) -> bool:
+    return (not source.method and _said(source) is not None) or source.has("qscale_weight")
+
+
+def _said(source: Source) -> JsonObject | None:
     params = source.documents.get(FILE, {})
-    announced = not source.method and isinstance(params.get("quantization"), dict)
-    return announced or source.has("qscale_weight")
+    found = (params.get(key) for key in ("quantization", "quantization_config"))
+    return next((said for said in found if isinstance(said, dict)), None)
 
 
 def _parse(source: Source) -> Announcement:
-    found = objects(source.documents.get(FILE, {}), "quantization")
+    found = _said(source) or {}
+    unread = ("Layers have Mistral's own names; rows of wq and wk are in Mistral's order.",)
+    if "config_groups" in found:
+        theirs = COMPRESSED_TENSORS.parse(replace(source, config={"quantization_config": found}))
+        return replace(theirs, unread=(*theirs.unread, *unread))
     if found.get("qformat_weight", "fp8_e4m3") != "fp8_e4m3":
-        raise broken("qformat_weight", found["qformat_weight"], "'fp8_e4m3'", file=FILE)
+        raise base.broken("qformat_weight", found["qformat_weight"], "'fp8_e4m3'", file=FILE)
     word = found.get("qscheme_act")
     if not isinstance(word, str | None) or word not in _STATIC:
-        raise broken("qscheme_act", word, "'NO_SCALES', 'TENSOR' or null", file=FILE)
+        raise base.broken("qscheme_act", word, "'NO_SCALES', 'TENSOR' or null", file=FILE)
     static = _STATIC[word]
-    unread = ("Layers have Mistral's own names; rows of wq and wk are in Mistral's order.",)
     return Announcement(lambda _: Numbers(static=static), (), unread)
 
 

@@ -1,8 +1,11 @@
-"""NVIDIA ModelOpt: nested in ``hf_quant_config.json``, or flat in ``config.json``, which wins."""
+"""NVIDIA ModelOpt: in ``hf_quant_config.json``, or in ``config.json``, which wins.
+
+Each may be flat, or nest its entries under ``quantization``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 from fp8kit.checkpoint.dialects import base
 from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source
@@ -28,30 +31,32 @@ def _detect(source: Source) -> bool:
 
 
 def _parse(source: Source) -> Announcement:
-    found = source.quantization
-    if not source.method:
-        found = base.objects(source.documents[FILE], "quantization")
-    elif "quant_algo" not in found and isinstance(found.get("quantization"), dict):
-        found = found["quantization"]
+    file = _entries(source.documents.get(FILE, {}))
+    found = _entries(source.quantization) if source.method else file
     ignore = base.strings(found, "ignore", "exclude_modules")
-    word = found.get("quant_algo")
+    word, known = found.get("quant_algo"), {}
     if word == "MIXED_PRECISION":
-        return Announcement(_mixed(base.objects(found, "quantized_layers")), ignore)
-    cache = word is None and found.get("kv_cache_quant_algo") is not None
-    numbers = Numbers() if cache else _algorithm("quant_algo", word)
-    return Announcement(lambda _: numbers, ignore)
+        layers = base.objects(found, key := "quantized_layers") or base.objects(file, key)
+        if not (layers or base.objects(found, "config_groups")):
+            raise base.broken(key, layers, "an object with at least one layer")
+        algorithms = {name: base.objects(layers, name).get("quant_algo") for name in layers}
+        known = {n: _algorithm(f"{key}.{n}", said) for n, said in algorithms.items()}
+        # a layer that is not listed and FP8 all the same: its tensors say the rest
+        others = Numbers(static=None)
+    else:
+        cache = word is None and found.get("kv_cache_quant_algo") is not None
+        others = Numbers() if cache else _algorithm("quant_algo", word)
+
+    def numbers(layer: str) -> Numbers:
+        said = base.first_match(known, layer, others)
+        return replace(said, static=None) if said.static and base.is_embedding(layer) else said
+
+    return Announcement(numbers, ignore)
 
 
-def _mixed(layers: JsonObject) -> Callable[[str], Numbers]:
-    known = {
-        name: _algorithm(f"quantized_layers.{name}", base.objects(layers, name).get("quant_algo"))
-        for name in layers
-    }
-    if not known:
-        raise base.broken("quantized_layers", layers, "an object with at least one layer")
-
-    # a layer that is not listed and FP8 all the same: its tensors say the rest
-    return lambda layer: base.first_match(known, layer, Numbers(static=None))
+def _entries(config: JsonObject) -> JsonObject:
+    nested = config.get("quantization")
+    return nested if "quant_algo" not in config and isinstance(nested, dict) else config
 
 
 def _algorithm(key: str, word: object) -> Numbers:

@@ -52,6 +52,8 @@ _MIXTRAL = re.compile(
     r"(?P<rest>(?P<experts>experts\.(?:\d+\.)?)(?P<part>\w+)(?P<kind>.*)"
     r"|(?P<router>gate|router)\..*)"
 )
+# Step 3.5 keeps its stacks of experts beside the router; vLLM and SGLang make a module of them
+_STEP = re.compile(r"(?P<block>(?:.*\.)?)moe\.(?:gate|up|down)_proj\.weight")
 # GraniteMoE keeps its stacks of experts beside the router, in modules of these names
 _BARE_STACKS = ("input_linear", "output_linear")
 
@@ -121,6 +123,8 @@ def dense_stacks(dense: Mapping[str, tuple[int, ...]], coded: Iterable[str]) -> 
     """Name the modules of experts whose stacks are in high precision."""
     found = set()
     for name, shape in dense.items():
+        if len(shape) == 3 and (step := _STEP.fullmatch(name)):
+            found |= {f"{step['block']}{home}.experts" for home in ("moe", "mlp")}
         inside = name.removeprefix(f"{experts_of(name)}.")
         if len(shape) == 3 or (inside != name and len(shape) == 2 and not inside[:1].isdigit()):
             found.add(experts_of(name))

@@ -239,12 +239,13 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def install(folder: Path, destination: Path) -> None:
     """Let a finished folder take the place of the destination, in one step where possible.
 
-    Both are on one file system; old files are deleted at last.
+    Both are on one file system; old files are deleted at last, here or by another process, which
+    takes them for those of one that was killed.
     """
     if not destination.exists() or not any(destination.iterdir()):
         folder.rename(destination)
     elif exchange(folder, destination):
-        shutil.rmtree(folder)  # now the old files
+        shutil.rmtree(folder, ignore_errors=True)  # now the old files
     else:
         aside = folder.with_name(f"{folder.name}.old")
         destination.rename(aside)
@@ -253,7 +254,7 @@ def install(folder: Path, destination: Path) -> None:
         except BaseException:
             aside.rename(destination)
             raise
-        shutil.rmtree(aside)
+        shutil.rmtree(aside, ignore_errors=True)
     sync(destination.parent)
 
 

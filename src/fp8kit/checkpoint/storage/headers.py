@@ -12,7 +12,7 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -63,7 +63,8 @@ class TensorInfo:
     """Where a tensor is and what it is, without its data.
 
     ``offset`` is the position of its data in the shard. ``packed`` are FP4 codes, two to a byte;
-    ``dtype`` and ``shape`` are then what reading makes of them.
+    ``dtype`` and ``shape`` are then what reading makes of them. ``stamp`` is that of the file when
+    its header was read; one without is not compared.
     """
 
     name: str
@@ -72,6 +73,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int = 0
     packed: bool = False
+    stamp: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -150,7 +152,7 @@ def read_header(path: Path, shard: str) -> tuple[dict[str, TensorInfo], dict[str
     """
     with _telling(shard, path):
         with _reading(path / shard) as file:
-            size = os.fstat(file.fileno()).st_size
+            size, stamp = (status := os.fstat(file.fileno())).st_size, _stamp(status)
             if size < 8:
                 raise ValueError(f"it has {size} bytes, less than the length of a header")
             _refuse_pointer(file, size, shard)
@@ -162,7 +164,7 @@ def read_header(path: Path, shard: str) -> tuple[dict[str, TensorInfo], dict[str
             header = _parsed(_exactly(file, 8, length))
         if not isinstance(header, dict):
             raise ValueError(f"its header is {type(header).__name__}, no object")
-        found = dict(_entries(header, shard, 8 + length))
+        found = dict(_entries(header, shard, 8 + length, stamp))
         _check_cover(list(found.values()), 8 + length, size)
         with safe_open(str(path / shard), framework="pt"):
             pass  # what the library refuses for reasons of its own is refused here too
@@ -172,14 +174,39 @@ def read_header(path: Path, shard: str) -> tuple[dict[str, TensorInfo], dict[str
 def read_tensor(path: Path, info: TensorInfo) -> Tensor:
     """Read the data of one tensor: on the CPU, with its own memory, dtype and shape as on disk.
 
-    Raises ``CheckpointError`` if the file has become shorter, or cannot be read.
+    Raises ``CheckpointError`` if the file is not as it was opened, or cannot be read.
     """
     if info.nbytes == 0:
         return torch.empty(info.shape, dtype=info.dtype)
     with _telling(info.shard, what=f"{shown(info.name)} cannot be read: "):
         with _reading(path / info.shard) as file:
+            _check_stamp(info.shard, info.stamp, os.fstat(file.fileno()))
             data = _exactly(file, info.offset, info.nbytes)
     return torch.frombuffer(data, dtype=torch.uint8).view(info.dtype).view(info.shape)
+
+
+def check_unchanged(path: Path, tensors: Iterable[TensorInfo]) -> None:
+    """Raise ``CheckpointError`` if a file is not as it was when its header was read.
+
+    A saver may put other weights of the same shapes in its place, and parts of two models would be
+    taken for one.
+    """
+    for shard, stamp in {info.shard: info.stamp for info in tensors}.items():
+        with _telling(shard, path):
+            _check_stamp(shard, stamp, os.stat(path / shard))
+
+
+def _stamp(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_size, status.st_mtime_ns  # not the inode, which some systems make up anew
+
+
+def _check_stamp(shard: str, stamp: tuple[int, ...], status: os.stat_result) -> None:
+    if stamp and stamp != _stamp(status):
+        raise CheckpointError(
+            f"{shard} has changed since it was opened.",
+            "The tensors of a checkpoint belong together.",
+            "Something else writes to it: wait, and start again.",
+        )
 
 
 def _reading(path: Path) -> FileIO:
@@ -262,7 +289,9 @@ def _is_text(text: str) -> bool:
     return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
-def _entries(header: dict[str, Any], shard: str, start: int) -> Iterator[tuple[str, TensorInfo]]:
+def _entries(
+    header: dict[str, Any], shard: str, start: int, stamp: tuple[int, ...]
+) -> Iterator[tuple[str, TensorInfo]]:
     for name, entry in header.items():
         if name == "__metadata__":
             if not isinstance(entry, dict) or not all(isinstance(v, str) for v in entry.values()):
@@ -290,7 +319,8 @@ def _entries(header: dict[str, Any], shard: str, start: int) -> Iterator[tuple[s
             raise ValueError(
                 f"{shown(name)} is {kind} of shape {shape} and has data_offsets {offsets}"
             )
-        yield name, TensorInfo(name, shard, DTYPES[kind], tuple(shape), start + first)
+        dtype, position = DTYPES[kind], start + first
+        yield name, TensorInfo(name, shard, dtype, tuple(shape), position, stamp=stamp)
 
 
 def _is_sizes(numbers: object) -> bool:

@@ -20,7 +20,13 @@ from fp8kit.checkpoint.schema.pairing import group_repeated, interpret
 from fp8kit.checkpoint.storage import fp4, nvfp4, rebased
 from fp8kit.checkpoint.storage.headers import DTYPES as DTYPES
 from fp8kit.checkpoint.storage.headers import TensorInfo as TensorInfo
-from fp8kit.checkpoint.storage.headers import damaged, printable, read_tensor, shown
+from fp8kit.checkpoint.storage.headers import (
+    check_unchanged,
+    damaged,
+    printable,
+    read_tensor,
+    shown,
+)
 from fp8kit.checkpoint.storage.headers import read_header as read_header
 from fp8kit.checkpoint.storage.headers import read_json as read_json
 from fp8kit.checkpoint.storage.refusals import check_source, no_weights
@@ -222,7 +228,8 @@ def scan(
 ) -> Checkpoint:
     """Open a checkpoint as ``open_checkpoint`` does, but collect damage in ``problems``.
 
-    Raises ``CheckpointError`` only if there is nothing to look at, or the config cannot be read.
+    Raises ``CheckpointError`` only if there is nothing to look at, the config cannot be read, or a
+    file changes meanwhile.
     """
     check_source(path)
     path, index = Path(path), None
@@ -275,6 +282,7 @@ def _headers(
         metadata.update(texts)
         if index is not None:
             problems += _disagreements(shard, found, index)
+    check_unchanged(path, tensors.values())
     metadata.update({n: _text(path, i) for n, i in tensors.items() if n.endswith(ENTRY)})
     return tensors, metadata, problems
 
