@@ -202,14 +202,20 @@ class CpuBackends:
         return _fused(kernel, x, (weight, bias, gain, shift), target)
 
     def activation(
-        self, kind: str, gate: Tensor, up: Tensor | None, target: Target
+        self,
+        kind: str,
+        gate: Tensor,
+        up: Tensor | None,
+        target: Target,
+        left: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         self.calls.append("activate")
 
-        def kernel(gate: Tensor, up: Tensor, *results: Tensor) -> None:
-            _write(results, reference.activation(kind, gate, up, target))
+        def kernel(gate: Tensor, up: Tensor, left: Tensor, *results: Tensor) -> None:
+            _write(results, reference.activation(kind, gate, up, target, left))
 
-        return _fused(kernel, gate, (up,), target)
+        columns = 0 if left is None else left.shape[-1]
+        return _fused(kernel, gate, (up, left), target, columns=columns)
 
     def experts(self, operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
         self.calls.append("experts")
@@ -245,9 +251,11 @@ def _fused(
     operands: Sequence[Tensor | None],
     target: Target,
     total: Tensor | None = None,
+    columns: int = 0,  # before those of x
 ) -> tuple[Tensor, Tensor]:
-    data = torch.empty(x.shape, dtype=target.dtype)
-    scale = empty_scale(x, target.group, target.scale_layout)
+    whole = x[..., :1].expand(*x.shape[:-1], columns + x.shape[-1])
+    data = torch.empty(whole.shape, dtype=target.dtype)
+    scale = empty_scale(whole, target.group, target.scale_layout)
     launch(kernel, x, *operands, data, scale, total)
     return data, scale
 
