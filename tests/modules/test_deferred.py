@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fp8kit
 from fp8kit.modules.deferred import DeferredActivation, DeferredConcat
@@ -74,6 +76,8 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "a dense layer": lambda a: nn.functional.linear(a, RIGHT[0]),
     "half of the whole": lambda a: torch.cat([LEFT, a], dim=2)[..., 1:].sum(-1),
     "a narrower layer": lambda a: layer(128)(torch.cat([LEFT, a], dim=2)[..., :128]),
+    "a comparison": lambda a: (a == 0).float() + (a > 0) + abs(a) % 2,
+    "rows": lambda a: torch.stack(list(a)) * len(a),
     "copies": lambda a: copy.deepcopy(a) + pickle.loads(pickle.dumps(a)),
 }
 
@@ -83,6 +87,44 @@ READERS: dict[str, Callable[[Any], Any]] = {
 def test_whatever_else_reads_one_gets_a_tensor(reader: str) -> None:
     read = READERS[reader]
     assert_bits_equal(read(activation()), read(activation().tensor()))
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "a method": lambda a: a.mul_(2),
+    "a function": lambda a: torch.clamp_(a, max=0.1),
+    "a view": lambda a: a[..., :5].zero_(),
+    "an item": lambda a: operator.setitem(a, (..., 0), 3.0),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_in_place_is_read(write: str) -> None:
+    waiting: Any
+    for waiting, tensor in ((activation(), activated()), (concatenated(), whole())):
+        WRITES[write](waiting)
+        WRITES[write](tensor)
+        assert_bits_equal(layer(tensor.shape[-1])(waiting), layer(tensor.shape[-1])(tensor))
+    waiting = activation()
+    both = torch.cat([LEFT, waiting], dim=2)
+    waiting.zero_()
+    assert_bits_equal(both * 1, whole())
+    assert_bits_equal(
+        torch.cat([LEFT, waiting], dim=2), torch.cat([LEFT, torch.zeros_like(RIGHT)], dim=2)
+    )
+
+
+def concatenated() -> Any:
+    return torch.cat([LEFT, activation()], dim=2)  # type: ignore[list-item]
+
+
+def test_columns_that_were_written_are_not_read() -> None:
+    left = LEFT.clone()
+    waiting: Any = activation()
+    x = torch.cat([left, waiting], dim=2)
+    left.zero_()
+    with pytest.raises(fp8kit.UnsupportedError, match="concatenated with, was written before"):
+        layer()(x)
 
 
 def test_an_input_that_was_written_is_not_read() -> None:
@@ -103,6 +145,9 @@ def test_gradients_flow_as_through_the_tensor() -> None:
     assert left.grad is not None
     assert left.grad.abs().sum() > 0
     assert gate.grad is None
+    with torch.no_grad():
+        x = torch.cat([left, waiting], dim=2)
+    assert not (x * 1).requires_grad
     biased = layer(192)
     assert biased.bias is not None
     biased.bias.requires_grad_()
@@ -119,3 +164,109 @@ def test_where_codes_may_not_be_the_layer_gets_a_tensor() -> None:
         assert_bits_equal(layer(scheme="MXFP8")(x), layer(scheme="MXFP8")(whole()))
         with pytest.raises(ValueError, match="128"):
             layer(128)(x)
+
+
+@torch.no_grad()
+def test_autocast_of_the_layer_counts() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        x: Any = activation()
+        assert_bits_equal(layer(192)(x), layer(192)(activated()))
+
+
+class Gated(nn.Module):
+    """An activation of a user's own: SiLU of one half times the other, or nearly so."""
+
+    def __init__(self, bound: float | None = None, wide: bool = False, dim: int = -1) -> None:
+        super().__init__()
+        self.gate_fn = nn.SiLU()
+        self.bound, self.wide, self.dim = bound, wide, dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = (x.float() if self.wide else x).chunk(2, self.dim)
+        y: Tensor = self.gate_fn(gate.clamp(max=self.bound) if self.bound else gate) * up
+        return y.to(x.dtype)
+
+
+class Block(nn.Module):
+    """Projection, activation, projection."""
+
+    def __init__(self, act: nn.Module, code: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(128, 256), act, nn.Linear(128, 128)
+        self.code = code
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.code(self, self.fc1(x))
+
+
+def blocks(act: nn.Module, code: Callable[[Any, Tensor], Tensor]) -> tuple[Any, Any]:
+    """Return a model whose activation waits, and one whose activation does not."""
+    torch.manual_seed(0)
+    plain = nn.ModuleList([Block(act, code)]).bfloat16().requires_grad_(False)
+    fused = copy.deepcopy(plain)
+    fp8kit.convert(plain, fuse="none")
+    fp8kit.convert(fused, fuse={"0": ["act -> fc2"]})
+    assert type(fused[0].get_submodule("act")).__name__ == "FusedActivation"
+    return fused[0], plain[0]
+
+
+# how code may call activation and layer
+CODES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "the name of an argument": lambda b, h: b.fc2(b.act(x=h)),
+    "reentrant checkpoint": lambda b, h: b.fc2(checkpoint(b.act, h, use_reentrant=True)),
+    "jagged": lambda b, h: b.fc2(b.act(jagged(h))).values(),
+}
+
+
+def jagged(h: Tensor) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(h, torch.tensor([0, 2, 5]))
+
+
+@pytest.mark.usefixtures("fuses_on_cpu")
+@pytest.mark.parametrize("code", CODES)
+def test_blocks_compute_as_they_do_unfused(code: str) -> None:
+    results = []
+    for block in blocks(Gated(), CODES[code]):
+        torch.manual_seed(1)
+        x = torch.randn(5, 128, dtype=torch.bfloat16).requires_grad_("checkpoint" in code)
+        y = block(x)
+        if x.requires_grad:
+            y.sum().backward()
+        results.append((y, x if x.grad is None else x.grad))
+    for found, expected in zip(*results, strict=True):
+        assert_bits_equal(found, expected)
+
+
+@pytest.mark.usefixtures("fuses_on_cpu")
+@pytest.mark.parametrize("kind", [{"bound": 7.0}, {"wide": True}, {"dim": 1}], ids=str)
+def test_gated_activations_that_compute_something_else_are_refused(kind: dict[str, Any]) -> None:
+    with pytest.raises(fp8kit.ConversionError, match="before an arrow"):
+        blocks(Gated(**kind), lambda b, h: b.fc2(b.act(h)))
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fuses_on_cpu")
+@pytest.mark.parametrize("eager", ["act", "fc2"])
+def test_a_part_outside_of_the_graph_is_no_write(eager: str) -> None:
+    def code(block: Any, h: Tensor) -> Tensor:
+        apart: Any = torch.compiler.disable(lambda module, x: module(x))
+        h = apart(block.act, h) if eager == "act" else block.act(h)
+        y: Tensor = apart(block.fc2, h) if eager == "fc2" else block.fc2(h)
+        return y
+
+    torch.compiler.reset()
+    fused, plain = blocks(Gated(), code)
+    x = torch.randn(5, 128, dtype=torch.bfloat16)
+    x.add_(1)
+    assert_bits_equal(torch.compile(fused, backend="eager")(x), plain(x))
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fuses_on_cpu")
+def test_another_gate_counts_in_graphs() -> None:
+    torch.compiler.reset()
+    fused, plain = blocks(Gated(), lambda b, h: b.fc2(b.act(h)))
+    compiled, x = torch.compile(fused, backend="eager"), torch.randn(5, 128, dtype=torch.bfloat16)
+    assert_bits_equal(compiled(x), plain(x))
+    fused.act.gate_fn = plain.act.gate_fn = nn.GELU()
+    assert_bits_equal(compiled(x), plain(x))

@@ -173,15 +173,22 @@ def _gated_kind(module: nn.Module) -> str | None:
     if list(module._modules) != ["gate_fn"] or module._parameters or module._buffers:
         return None
     kind, random = activation_kind(module._modules["gate_fn"]), torch.Generator().manual_seed(0)
-    x = torch.randn(2, 8, generator=random)
-    try:
-        with on_trial():
-            expected = type(module).forward(module, x)
-    except Exception:  # whatever it does with another number of columns
+    if kind is None:
         return None
-    if kind is None or not isinstance(expected, Tensor):
-        return None
-    return kind if torch.equal(expected, reference.activated(kind, *x.chunk(2, -1))) else None
+    # small and large, as a bound shows at large ones; 16 bits show where results are rounded
+    x = torch.randn(2, 8, 8, generator=random) * 10.0 ** torch.arange(-3, 5)[:, None]
+    for given in (x, x.bfloat16()):
+        try:
+            with on_trial():
+                expected = type(module).forward(module, given)
+        except Exception:  # whatever it does with another number of columns
+            return None
+        found = reference.activated(kind, *given.chunk(2, -1))
+        if not isinstance(expected, Tensor) or expected.dtype != found.dtype:
+            return None
+        if not torch.equal(expected, found):
+            return None
+    return kind
 
 
 def is_feed_forward(module: nn.Module) -> bool:

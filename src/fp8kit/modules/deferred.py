@@ -30,19 +30,47 @@ if TYPE_CHECKING:
 class Deferred:
     """Stands for a tensor that is computed when something reads it.
 
-    ``width`` counts its columns.
+    ``width`` counts its columns. Once its tensor is ``made``, that may be written as any other.
     """
 
-    device: torch.device
-    width: int
+    made: Tensor | None = None
+
+    def __init__(self, kind: str, width: int, *operands: Tensor | None) -> None:
+        self.kind, self.width = kind, width
+        self._operands = tuple(None if t is None else t.detach() for t in operands)
+        self._versions = list(map(_writes, operands))
+        self.device = next(t.device for t in operands if t is not None)
+
+    def operands(self) -> tuple[Any, ...]:
+        """Return what it is computed from; ``UnsupportedError`` if that was written since."""
+        if not torch.compiler.is_compiling():
+            for before, now in zip(self._versions, map(_writes, self._operands), strict=True):
+                if before != now and UNCOUNTED not in (before, now):
+                    raise UnsupportedError(
+                        "The input of a fused activation, or what it was concatenated with, was "
+                        "written before the result was read.",
+                        "The layer that reads the result computes it from that input.",
+                        "Write after the layer, or convert with fuse='inputs'.",
+                    )
+        return self._operands
 
     def tensor(self) -> Tensor:
-        """Compute it."""
+        """Compute it, if that is still to be done."""
+        if self.made is None:
+            self.made = self.compute()
+        return self.made
+
+    def compute(self) -> Tensor:
+        """Compute it anew."""
         raise NotImplementedError
 
     def codes(self, scheme: Scheme) -> CodesCall:
         """Return the call that computes it as layers of a scheme read it."""
         raise NotImplementedError
+
+    def __reduce__(self) -> Any:
+        """Let copies be tensors."""
+        return _computed, (self.tensor(),)
 
     def __getattr__(self, name: str) -> Any:
         """Look up what a tensor has in the tensor."""
@@ -68,7 +96,11 @@ def _operator(name: str) -> Callable[..., Any]:
     return compute
 
 
-for _name in "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul pow neg getitem".split():
+_OPERATORS = """
+    add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod matmul rmatmul pow rpow
+    neg abs eq ne lt le gt ge len iter getitem setitem
+""".split()
+for _name in _OPERATORS:
     setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))  # Python asks the class for these
 
 
@@ -76,56 +108,43 @@ class DeferredActivation(Deferred):
     """``act(gate) * up``, or ``act(gate)``: arguments as of ``activation_codes``."""
 
     def __init__(self, kind: str, gate: Tensor, up: Tensor | None = None) -> None:
-        self.kind, self._operands = kind, (gate.detach(), None if up is None else up.detach())
-        self.device, self.width, self._version = gate.device, gate.shape[-1], _writes(gate)
+        super().__init__(kind, gate.shape[-1], gate, up)
 
-    def operands(self) -> tuple[Tensor, Tensor | None]:
-        """Return gate and up; raise ``UnsupportedError`` if somebody has written them since."""
-        if _writes(self._operands[0]) != self._version:
-            raise UnsupportedError(
-                "The input of a fused activation was written before its result was read.",
-                "The layer that reads the result computes it from that input.",
-                "Write after the layer, or convert with fuse='inputs'.",
-            )
-        return self._operands
-
-    def __reduce__(self) -> Any:
-        """Make copies anew: writes of a copied tensor are counted from zero."""
-        return type(self), (self.kind, *self.operands())
-
-    def tensor(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Compute the activation."""
         return reference.activated(self.kind, *self.operands())
 
     def codes(self, scheme: Scheme) -> CodesCall:
         """Return the call that computes the activation as layers of a scheme read it."""
-        return activation_codes(self.kind, *self.operands(), scheme)
+        gate, up = self.operands()
+        return activation_codes(self.kind, gate, up, scheme)
 
 
 class DeferredConcat(Deferred):
     """Columns ``left [..., K1]``, then an activation."""
 
     def __init__(self, left: Tensor, right: DeferredActivation) -> None:
-        self.left, self.right = left, right
-        self.device, self.width = left.device, left.shape[-1] + right.width
+        super().__init__(right.kind, left.shape[-1] + right.width, left, *right.operands())
 
-    def tensor(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Concatenate."""
-        return torch.cat((self.left, self.right.tensor()), -1)
+        left, *operands = self.operands()
+        return torch.cat((left, reference.activated(self.kind, *operands)), -1)
 
     def codes(self, scheme: Scheme) -> CodesCall:
         """Return the call that computes both parts as layers of a scheme read them."""
-        return concatenated_codes(self.right.kind, self.left, *self.right.operands(), scheme)
+        left, gate, up = self.operands()
+        return concatenated_codes(self.kind, left, gate, up, scheme)
 
 
 def multiplied(layer: Fp8Linear, x: Deferred) -> Tensor:
     """Compute a layer of what is not written, from its codes where that may be."""
     fits = (x.width, x.device) == (layer.in_features, layer.codes.device)
-    if not fits or layer.scale_ub is not None or not takes_codes(layer.scheme):
+    plain = x.made is None and layer.scale_ub is None and takes_codes(layer.scheme)
+    cast = torch.is_autocast_enabled(x.device.type)
+    if not fits or not plain or cast or any_trained(layer):
         return layer.forward(x.tensor())
-    return (
-        layer.forward(x.tensor()) if any_trained(layer) else layer.multiply(x.codes(layer.scheme))
-    )
+    return layer.multiply(x.codes(layer.scheme))
 
 
 def _concatenated(tensors: Sequence[Any], dim: int = 0, **others: Any) -> DeferredConcat | None:
@@ -133,7 +152,9 @@ def _concatenated(tensors: Sequence[Any], dim: int = 0, **others: Any) -> Deferr
     if others or len(tensors) != 2:
         return None
     left, right = tensors
-    if not isinstance(left, Tensor) or not isinstance(right, DeferredActivation):
+    if type(left) is not Tensor or not isinstance(right, DeferredActivation):
+        return None
+    if right.made is not None:
         return None
     gate, _ = right.operands()
     alike = (left.dtype, left.device) == (gate.dtype, gate.device)
@@ -150,5 +171,5 @@ def _computed(value: Any) -> Any:
     return value.tensor() if isinstance(value, Deferred) else value
 
 
-def _writes(tensor: Tensor) -> int:
-    return UNCOUNTED if torch.compiler.is_compiling() else version(tensor)
+def _writes(tensor: Tensor | None) -> int:
+    return UNCOUNTED if tensor is None or torch.compiler.is_compiling() else version(tensor)

@@ -318,19 +318,26 @@ class FusedActivation(Producer):
         super().__init__(activation, consumers, gate)
         self.kind, self.gated, self.concatenated = kind, gate is not None, concatenated
 
-    def forward(self, input: Tensor) -> Tensor | DeferredActivation:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | DeferredActivation:
         """Activate ``[..., K]``: the result, or what stands for it until it is read."""
-        if not (self.may_compute(input) and self._hands_over()):
-            y: Tensor = self.unfused(input)
+        if kwargs or len(args) != 1 or not self._may_defer(*args):
+            y: Tensor = self.unfused(*args, **kwargs)
             return y
-        return DeferredActivation(self.kind, *(input.chunk(2, -1) if self.gated else (input,)))
+        (x,) = args
+        return DeferredActivation(self.kind, *(x.chunk(2, -1) if self.gated else (x,)))
+
+    def _may_defer(self, x: Tensor) -> bool:
+        # no subclass; and code that computes gradients itself gives inputs that require them
+        plain = type(x) is Tensor and not x.is_nested and not x.requires_grad
+        same = not self.gated or activation_kind(self._modules.get("gate_fn")) == self.kind
+        return plain and same and self.may_compute(x) and self._hands_over()
 
     @constant_in_graphs
     def _hands_over(self) -> bool:
         """Return whether known layers read the result, and nobody looks on."""
         inner = [m for m in self._modules.values() if m is not None]
-        known = list(map(activation_kind, inner)) == [self.kind] * self.gated
-        return known and not is_watched(self, *inner) and self.consumers.are_ready()
+        alone = len(inner) == self.gated
+        return alone and not is_watched(self, *inner) and self.consumers.are_ready()
 
 
 class FusedGatedMlp(Fused):
