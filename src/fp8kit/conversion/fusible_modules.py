@@ -89,8 +89,9 @@ def may_own_forward(module: nn.Module) -> bool:
 
 def can_produce(module: nn.Module) -> bool:
     """Return whether a module has a fused form."""
-    kinds = (activation_kind(module), _gated_kind(module), recognize_norm(module))
-    return _full_name(module) in _ADAPTIVE or any(kind is not None for kind in kinds)
+    activation = activation_kind(module) or _gated_kind(module)
+    known = _full_name(module) in _ADAPTIVE or activation is not None
+    return known or recognize_norm(module) is not None
 
 
 def recognize_norm(norm: nn.Module) -> NormFormula | None:

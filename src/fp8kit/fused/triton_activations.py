@@ -117,7 +117,7 @@ def activate(x, KIND: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def _activation_kernel(
     gate_ptr,  # [M, K - K_LEFT]
-    up_ptr,  # [M, K] or None
+    up_ptr,  # like gate_ptr, or None
     left_ptr,  # [M, K_LEFT] or None
     scale_ptr,
     scale_ub_ptr,
@@ -184,10 +184,9 @@ def quantize_activation(
 ) -> None:
     """Activate the rows of ``gate``, multiply by ``up`` and quantize into ``output``.
 
-    Both are ``[M, K]`` with unit stride along K, as is ``left [M, K1]``, whose columns come first.
+    Both are alike, with unit stride along K, as is ``left [M, K1]``, whose columns come first.
     """
-    (m, k), k_left = gate.shape, 0 if left is None else left.shape[1]
-    k += k_left
+    m, k, k_left = gate.shape[0], output.data.shape[-1], 0 if left is None else left.shape[1]
     constants, overlap = output.constants, overlaps(output.data.device)
     whole_rows = constants["SCALES"] == "row"
     sizes = (gate.element_size(), constants["GROUP"])

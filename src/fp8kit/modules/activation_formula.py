@@ -27,29 +27,22 @@ def activation_kind(act_fn: object) -> str | None:
     return "gelu_tanh" if name in ("GELUTanh", "PytorchGELUTanh") else None
 
 
-def activation_codes(kind: str, gate: Tensor, up: Tensor | None, scheme: Scheme) -> CodesCall:
+def activation_codes(
+    kind: str, gate: Tensor, up: Tensor | None, scheme: Scheme, left: Tensor | None = None
+) -> CodesCall:
     """Return the call that computes ``act(gate) * up``, or ``act(gate)``, as layers read it.
 
     ``kind`` is ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``; both tensors are ``[..., K]``. The call
     raises ``TypeError`` if one is not of a float dtype, and ``ValueError`` if their shapes differ.
+    The columns ``left [..., K1]`` come first, if any: in rows, dtype and device like ``gate``.
     """
     inputs, constants = ((gate,), (None,)) if up is None else ((gate, up), ())
+    operator, shape = operators.ACTIVATION_ROWS, gate.shape
+    if left is not None:
+        operator, inputs = operators.CONCATENATED_ACTIVATION_ROWS, (left, *inputs)
+        shape = torch.Size((*gate.shape[:-1], left.shape[-1] + gate.shape[-1]))
     check = functools.partial(arguments.activation_arguments, kind, gate, up)
-    return codes_call(operators.ACTIVATION_ROWS, inputs, constants, (kind,), scheme, check)
-
-
-def concatenated_codes(
-    kind: str, left: Tensor, gate: Tensor, up: Tensor | None, scheme: Scheme
-) -> CodesCall:
-    """Return the call that computes what ``activation_codes`` does, behind ``left [..., K1]``.
-
-    ``left`` has the rows, dtype and device of ``gate``.
-    """
-    operator, check = operators.CONCATENATED_ACTIVATION_ROWS, arguments.activation_arguments
-    inputs, constants = ((left, gate), (None,)) if up is None else ((left, gate, up), ())
-    shape = torch.Size((*gate.shape[:-1], left.shape[-1] + gate.shape[-1]))
-    fits = functools.partial(check, kind, gate, up)
-    return codes_call(operator, inputs, constants, (kind,), scheme, fits, shape)
+    return codes_call(operator, inputs, constants, (kind,), scheme, check, shape)
 
 
 def gated_codes(

@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import Scheme
 from fp8kit.fused import reference
-from fp8kit.modules.activation_formula import activation_codes, concatenated_codes
+from fp8kit.modules.activation_formula import activation_codes
 from fp8kit.modules.codes_calls import takes_codes
 from fp8kit.modules.parameters import any_trained
 from fp8kit.ops.operators import CodesCall
@@ -134,7 +134,7 @@ class DeferredConcat(Deferred):
     def codes(self, scheme: Scheme) -> CodesCall:
         """Return the call that computes both parts as layers of a scheme read them."""
         left, gate, up = self.operands()
-        return concatenated_codes(self.kind, left, gate, up, scheme)
+        return activation_codes(self.kind, gate, up, scheme, left)
 
 
 def multiplied(layer: Fp8Linear, x: Deferred) -> Tensor:
