@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from fp8kit.dispatch.backends import BackendTable, choose
+from fp8kit.runtime import replay_cache
 
 # who reads which table
 HOMES = {
@@ -43,3 +44,5 @@ def install(monkeypatch: pytest.MonkeyPatch, **kinds: Mapping[str, object]) -> N
         for home in HOMES[kind]:
             monkeypatch.setattr(home, table)
     choose.cache_clear()
+    # recordings of other backends hold for other counts
+    monkeypatch.setattr(replay_cache, "generation", next(_NUMBERS) * 10**6)

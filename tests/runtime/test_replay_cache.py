@@ -23,8 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8kit
 from fp8kit.dispatch import backends as dispatch
-from fp8kit.formats import ROW, GroupShape
+from fp8kit.formats import ROW, TENSOR, GroupShape
+from fp8kit.fused import operators as fused
 from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
+from fp8kit.quantizers import reference
 from fp8kit.runtime.launch_recording import is_recording, record
 from fp8kit.runtime.replay_cache import MOST_KEYS, Operator, ReplayCache
 from frames import above_launches, launch_from
@@ -641,6 +643,48 @@ def test_a_product_of_codes_is_recorded(cpu_backends: CpuBackends) -> None:
         torch.testing.assert_close(y, exact)
         other = fp8kit.scaled_mm(x_q, weight)  # neither another dtype nor another operator
         assert other.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_quantizers_are_recorded(registered: bool, cpu_backends: CpuBackends) -> None:
+    dtype, static = torch.float8_e4m3fn, torch.full((1, 1), 0.01)
+    for turn in range(4):
+        x = x_of(5)
+        cpu_backends.calls.clear()
+        if registered:
+            codes, scale = torch.ops.fp8kit.quantize(x, [1, -1], dtype, 1e-12, None, "exact")
+            given = torch.ops.fp8kit.quantize_static(x, static, [-1, -1], dtype)
+        else:
+            q = fp8kit.quantize(x)
+            codes, scale = q.data, q.scale
+            given = fp8kit.quantize(x, TENSOR, scale=static).data
+        assert cpu_backends.calls == ([] if turn > 1 else ["quantize", "quantize"])
+        wanted, wanted_scale = reference.quantize(x, ROW, dtype, 1e-12, None, "exact")
+        assert_bits_equal(codes, wanted)
+        assert_bits_equal(scale, wanted_scale)
+        assert_bits_equal(given, reference.quantize_static(x, static, TENSOR, dtype))
+
+
+@pytest.mark.parametrize("form", ["alone", "gated", "behind columns", "norm"])
+def test_fused_producers_of_graphs_are_recorded(form: str, cpu_backends: CpuBackends) -> None:
+    options = None, [1, -1], torch.float8_e4m3fn, 1e-12, None, "exact"
+    for turn in range(4):
+        x, other = x_of(3), x_of(3)
+        name, body, arguments = {
+            "alone": ("activation", fused.activation, (x, None, "silu")),
+            "gated": ("activation", fused.activation, (x, other, "silu")),
+            "behind columns": (
+                "concatenated_activation",
+                fused.concatenated_activation,
+                (other, x, None, "silu"),
+            ),
+            "norm": ("rms_norm", fused.rms_norm, (x, None, other[0], 1e-6, 0.0, "stepwise")),
+        }[form]
+        cpu_backends.calls.clear()
+        found = getattr(torch.ops.fp8kit, f"{name}_quantize")(*arguments, *options)
+        assert len(cpu_backends.calls) == (0 if turn > 1 else 1)
+        for mine, wanted in zip(found, body(*arguments, *options), strict=True):
+            assert_bits_equal(mine, wanted)
 
 
 def test_compiled_code_repeats_recordings(cpu_backends: CpuBackends) -> None:

@@ -22,7 +22,7 @@ from fp8kit.fused import reference
 from fp8kit.fused.problem import FUSED_BACKENDS, FusedBackend, FusedProblem, Target
 from fp8kit.ops.registration import refuse_backward, register
 from fp8kit.quantizers.scale_layout import empty_scale
-from fp8kit.runtime.replay_cache import Operator
+from fp8kit.runtime.replay_cache import Operator, replayed
 
 _TARGET = (
     "Tensor? scale, int[2] group, ScalarType dtype, float min_scale, Tensor? scale_ub,"
@@ -145,7 +145,7 @@ for _schema, _impl, _fake in (
     ),
 ):
     refuse_backward(
-        register(_schema, _impl, _fake),
+        register(_schema, replayed(_impl), _fake),
         "A gradient through a fused norm or activation was requested.",
         "Its result is FP8 codes, which have none.",
         "Use the unfused norm or activation and fp8kit.linear, or wrap it in torch.no_grad().",

@@ -11,7 +11,8 @@ replayed, if the ``guards`` still hold; a call whose guards fail counts as a fir
 that does more than launch kernels of this package cannot be recorded, and runs the body.
 
 Layers own a cache, as do groups of joined layers, fused norms and activations, and routers;
-functions and compiled graphs use one that is stored on the weight.
+functions and compiled graphs use one that is stored on the weight. Operators without a weight,
+such as quantizers, have one each (``replayed``).
 """
 
 from __future__ import annotations
@@ -217,6 +218,32 @@ def cache_on(weight: Tensor) -> ReplayCache:
     if type(weight) in _PLAIN and weight.device.type in RECORDED_DEVICES:
         setattr(weight, _CACHE, cache)
     return cache
+
+
+def replayed(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes as ``body``, and repeats the launches of earlier calls.
+
+    All of its tensors are inputs, wherever they stand among the arguments: for operators without a
+    weight, whose registered implementation it is, too.
+    """
+
+    def arranged(*arguments: Any) -> Any:
+        *inputs, places = arguments
+        given = iter(inputs)
+        return body(*(next(given) if place is Tensor else place for place in places))
+
+    operator, replays = Operator(arranged, arranged), ReplayCache()
+
+    @functools.wraps(body)
+    def call(*arguments: Any) -> Any:
+        inputs = [a for a in arguments if isinstance(a, Tensor)]
+        places = tuple(
+            Tensor if isinstance(a, Tensor) else tuple(a) if isinstance(a, list) else a
+            for a in arguments
+        )
+        return replays.call(operator, inputs, (), (places,))
+
+    return call
 
 
 def key(operator: Operator, inputs: Sequence[Tensor], options: Options) -> Key:
