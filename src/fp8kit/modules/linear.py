@@ -10,13 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8kit.errors import CheckpointError
-from fp8kit.formats import (
-    FP8_FORMATS,
-    GroupShape,
-    QTensor,
-    Scheme,
-    check_scale,
-)
+from fp8kit.formats import FP8_FORMATS, GroupShape, QTensor, Scheme, check_scale
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import dense, layer_options, refusals
 from fp8kit.modules.entries import quantize_weight, quantized_entries, stored_tensors

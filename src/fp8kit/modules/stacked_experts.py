@@ -19,12 +19,7 @@ from fp8kit.errors import InvalidType, teach
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
-from fp8kit.modules.expert_tensors import (
-    FROZEN_KINDS,
-    ExpertStacks,
-    ExpertTensors,
-    codes_shape,
-)
+from fp8kit.modules.expert_tensors import FROZEN_KINDS, ExpertStacks, ExpertTensors, codes_shape
 from fp8kit.modules.hooks import is_watched
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.own_forward import settings
