@@ -199,7 +199,6 @@ class ExpertTensors(nn.Module):
         return {**self.__dict__, "_parameters": as_bytes(self._parameters)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Undo ``__getstate__``."""
         tell_libraries()
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         for name in self.stacks.names:

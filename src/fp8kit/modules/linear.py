@@ -396,7 +396,6 @@ class Fp8Linear(nn.Linear):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Undo ``__getstate__``."""
         tell_libraries()
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.__dict__.pop("_tapes", None)  # of a file from before these had another name
