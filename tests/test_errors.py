@@ -87,6 +87,8 @@ CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
          "Got backend=3. ... named by a word ... Leave it out"),
         (lambda: fp8kit.Scheme("own", "ROW", None),
          "Got 'ROW' as the granularity. ... GroupShape ... Pass fp8kit.ROW"),
+        (lambda: fp8kit.Scheme(None, fp8kit.ROW, fp8kit.ROW),
+         "Got None as the name of a scheme. ... a str ... name='MINE'"),
         (lambda: fp8kit.Scheme("own", fp8kit.ROW, "ROW"),
          "Got 'ROW' as the granularity. ... GroupShape ... Pass fp8kit.ROW"),
         (lambda: fp8kit.Scheme("own", fp8kit.ROW, fp8kit.ROW, ue8m0="no"),

@@ -229,6 +229,12 @@ class Scheme:
     rebased: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise InvalidType(
+                f"Got {self.name!r:.80} as the name of a scheme.",
+                "Reports, plans and checkpoints name it by a str.",
+                "Pass one, such as name='MINE'.",
+            )
         check_group(self.weight)
         if self.activation is not None:
             check_group(self.activation)
@@ -295,7 +301,6 @@ def _take_fields(scheme: Scheme, state: Sequence[object]) -> None:
 
 # in the class, dataclass of Python 3.11.2 would put its own in the place of it
 Scheme.__setstate__ = _take_fields  # type: ignore[attr-defined]
-
 
 SCHEMES: dict[str, Scheme] = {
     s.name: s

@@ -104,7 +104,7 @@ def test_an_argument_of_another_kind_is_named(name: str, wrong: str, value: Any)
     model = torch.nn.Sequential(torch.nn.Linear(32, 32))
     others = {"enable_fp8_gemm": (compat.enable_fp8_gemm, {"model": model})}
     function, arguments = (CALLS | others)[name]
-    with pytest.raises(InvalidType, match=f"Got {wrong} of type .* takes .* Pass one"):
+    with pytest.raises(InvalidType, match=f"Got {wrong} of type .* takes .* Pass {wrong}= by name"):
         function(**{**arguments, wrong: value})
 
 

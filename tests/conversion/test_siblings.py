@@ -261,6 +261,34 @@ def test_a_rule_about_what_never_runs_is_refused() -> None:
         fp8kit.plan(model, fuse=STATED, calibrate=lambda m: None)
 
 
+class Writing(nn.Module):
+    """A block that writes into the input of its activation before that is read."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.act, self.fc2 = act, nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1
+        y = self.act(x)
+        x.data.zero_()
+        out: Tensor = self.fc2(y)
+        return out
+
+
+def test_a_rule_about_an_input_that_is_written_meanwhile_is_refused() -> None:
+    rule, x = {"0": ["act -> fc2"]}, torch.randn(4, 128)
+
+    def run(model: nn.Module) -> None:
+        with torch.inference_mode():
+            model(x)
+
+    activation, norm = (nn.Sequential(Writing(act)) for act in (nn.GELU(), nn.LayerNorm(128)))
+    with pytest.raises(ConversionError, match=r"input of 0\.act is written before 0\.fc2 reads"):
+        fp8kit.plan(activation, fuse=rule, calibrate=run)
+    fp8kit.plan(norm, fuse=rule, calibrate=run)
+
+
 def test_a_producer_without_a_fused_form_is_refused() -> None:
     model, _ = tower(torch.device("cpu"))
     with pytest.raises(ConversionError, match=r"blocks.0.up \(Linear\) before an arrow"):

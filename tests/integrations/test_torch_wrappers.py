@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -242,6 +243,14 @@ def test_what_was_gathered_of_fully_shard_is_saved(mesh: Any, tmp_path: Path) ->
     assert_same_tensors(fp8kit.load(tmp_path), whole)
     with pytest.raises(CheckpointError, match="sharded over several"):
         model.save_pretrained(tmp_path)
+
+
+def test_rows_of_several_processes_are_not_quantized(mesh: Any) -> None:
+    x = distribute_tensor(inputs(), mesh, [Shard(0)])
+    layer = fp8kit.Fp8Linear.from_linear(nn.Linear(128, 64))
+    for call in (layer, fp8kit.quantize, lambda x: fp8kit.linear(x, layer.quantized_weight())):
+        with pytest.raises(TypeError, match=r"Got x as a DTensor\..*Pass x\.to_local\(\)"):
+            call(x)
 
 
 def test_siblings_stay_in_the_memory_of_fully_shard(mesh: Any) -> None:

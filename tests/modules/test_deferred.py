@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8kit
-from fp8kit.modules.deferred import DeferredActivation, DeferredConcat
+from fp8kit.modules.deferred import Deferred
 from numerics import assert_bits_equal, relative_error
 from registered_calls import RegisteredCalls
 
@@ -27,8 +27,8 @@ def layer(k: int = 256, scheme: str = "FP8_DYNAMIC") -> fp8kit.Fp8Linear:
     return fp8kit.Fp8Linear.from_linear(nn.Linear(k, 128), scheme)
 
 
-def activation(up: Tensor | None = None) -> DeferredActivation:
-    return DeferredActivation("gelu_tanh", RIGHT, up)
+def activation(up: Tensor | None = None) -> Deferred:
+    return Deferred("gelu_tanh", RIGHT, up)
 
 
 def activated(up: Tensor | None = None) -> Tensor:
@@ -47,7 +47,7 @@ def test_a_layer_computes_what_it_reads(scheme: str, up: Tensor | None) -> None:
     expected = layer(scheme=scheme)(whole(up))
     for dim in (2, -1):
         x = torch.cat([LEFT, activation(up)], dim=dim)  # type: ignore[list-item]
-        assert type(x) is DeferredConcat
+        assert type(x) is Deferred
         with RegisteredCalls() as seen:
             assert_bits_equal(layer(scheme=scheme)(x), expected)
         assert OPERATOR in seen.names
@@ -129,7 +129,7 @@ def test_columns_that_were_written_are_not_read() -> None:
 
 def test_an_input_that_was_written_is_not_read() -> None:
     gate = RIGHT.clone()
-    waiting = DeferredActivation("silu", gate)
+    waiting = Deferred("silu", gate)
     gate.zero_()
     for read in (lambda: waiting * 1, lambda: layer(192)(waiting)):
         with pytest.raises(fp8kit.UnsupportedError, match=r"was written before.*fuse='inputs'"):
@@ -139,7 +139,7 @@ def test_an_input_that_was_written_is_not_read() -> None:
 def test_gradients_flow_as_through_the_tensor() -> None:
     left, gate = LEFT.clone().requires_grad_(), RIGHT.clone().requires_grad_()
     with torch.no_grad():
-        waiting: Any = DeferredActivation("silu", gate)
+        waiting: Any = Deferred("silu", gate)
     x = torch.cat([left, waiting], dim=2)
     layer()(x).sum().backward()
     assert left.grad is not None

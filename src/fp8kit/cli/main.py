@@ -19,13 +19,15 @@ from fp8kit.checkpoint.inspection import inspect as inspect_checkpoint
 from fp8kit.checkpoint.schema.targets import TARGETS
 from fp8kit.checkpoint.storage.headers import printable
 from fp8kit.cli.measure import bench, evaluate, tune
-from fp8kit.cli.options import byte_count as _byte_count
-from fp8kit.cli.options import json_option as _json
-from fp8kit.cli.options import path_of as _path
-from fp8kit.cli.options import print_result as _print
-from fp8kit.cli.options import row_counts as _row_counts
-from fp8kit.cli.options import rows_option as _rows
-from fp8kit.cli.options import together as _together
+from fp8kit.cli.options import (
+    byte_count,
+    json_option,
+    path_of,
+    print_result,
+    row_counts,
+    rows_option,
+    together,
+)
 from fp8kit.conversion import slower_layers
 from fp8kit.dispatch import timings
 from fp8kit.formats import SCHEMES
@@ -76,7 +78,7 @@ def _in_shell_words(text: str) -> str:
     return "".join(c if i % 2 else _ARGUMENT.sub(option, c) for i, c in enumerate(calls))
 
 
-_selection = _together(
+_selection = together(
     click.option(
         "--scheme",
         default="FP8_DYNAMIC",
@@ -105,7 +107,7 @@ _device = click.option(
     show_default="cuda, or cpu without a GPU",
     help="Where to run: cpu, cuda or cuda:N.",
 )
-_source = click.argument("source", type=click.Path(), callback=_path)
+_source = click.argument("source", type=click.Path(), callback=path_of)
 
 
 @click.group("fp8kit", cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -123,7 +125,7 @@ main.add_command(evaluate)
 
 @main.command()
 @_source
-@click.argument("destination", type=click.Path(), callback=_path)
+@click.argument("destination", type=click.Path(), callback=path_of)
 @_selection
 @_target
 @click.option(
@@ -148,7 +150,7 @@ main.add_command(evaluate)
     "--max-shard-size",
     default="5GB",
     show_default=True,
-    callback=_byte_count,
+    callback=byte_count,
     help="Start a new file before this size.",
 )
 @click.option(
@@ -159,7 +161,7 @@ main.add_command(evaluate)
     help="Spread the files over a running Ray cluster: at ADDRESS, or the one that is found.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
-@_json
+@json_option
 def quantize(
     source: Path,
     destination: Path,
@@ -207,12 +209,12 @@ def quantize(
             "Interrupted. Complete files are kept; the same command continues."
         ) from error
     result = inspect_checkpoint(destination)
-    _print(result.to_dict() if as_json else f"{result}\nwritten to {destination}", as_json)
+    print_result(result.to_dict() if as_json else f"{result}\nwritten to {destination}", as_json)
 
 
 @main.command("convert-checkpoint")
 @_source
-@click.argument("destination", type=click.Path(), callback=_path)
+@click.argument("destination", type=click.Path(), callback=path_of)
 @click.option("--target", help=f"What will load it: {', '.join(TARGETS)}.  [default: vllm]")
 @click.option("--dialect", help="The dialect to write, if not the target's own.")
 @click.option("--scheme", help="What MX weights become, e.g. FP8_DYNAMIC.  [default: they stay MX]")
@@ -223,7 +225,7 @@ def quantize(
     help=f"What to do with layers that the target cannot load: {' or '.join(UNFIT)}.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
-@_json
+@json_option
 def convert_checkpoint(
     source: Path,
     destination: Path,
@@ -248,32 +250,32 @@ def convert_checkpoint(
         overwrite=overwrite,
     )
     result = inspect_checkpoint(destination)
-    _print(result.to_dict() if as_json else f"{result}\nwritten to {destination}", as_json)
+    print_result(result.to_dict() if as_json else f"{result}\nwritten to {destination}", as_json)
 
 
 @main.command()
 @_source
-@click.argument("result", type=click.Path(), callback=_path)
+@click.argument("result", type=click.Path(), callback=path_of)
 @click.option("--workers", type=click.IntRange(1), help="Threads.  [default: one per processor]")
-@_json
+@json_option
 def verify(source: Path, result: Path, workers: int | None, as_json: bool) -> None:
     """Measure the error of every tensor.
 
     Compares the FP8 checkpoint RESULT with its high-precision SOURCE.
     """
     found = fp8kit.verify_checkpoint(source, result, workers=workers, progress=True)
-    _print(found.to_dict() if as_json else str(found), as_json)
+    print_result(found.to_dict() if as_json else str(found), as_json)
     if found.problems:
         sys.exit(1)
 
 
 @main.command()
 @_source
-@_json
+@json_option
 def inspect(source: Path, as_json: bool) -> None:
     """Show dialect, scheme, layers, sizes and damage."""
     found = inspect_checkpoint(source)
-    _print(found.to_dict() if as_json else str(found), as_json)
+    print_result(found.to_dict() if as_json else str(found), as_json)
     if found.problems:
         sys.exit(1)
 
@@ -285,11 +287,11 @@ def inspect(source: Path, as_json: bool) -> None:
 @click.option(
     "-m",
     "--rows",
-    callback=_row_counts,
+    callback=row_counts,
     help="Row counts (tokens in a call), separated by commas: also name the layers that bf16 runs "
     "faster. They are rounded up to powers of two, for which times are measured.",
 )
-@_json
+@json_option
 def plan(
     source: Path,
     scheme: str,
@@ -313,14 +315,14 @@ def plan(
             f"Whether FP8 is faster than bf16 at m={', '.join(map(str, rows))} depends on the GPU, "
             "and there is none here: run `fp8kit plan -m` on the machine that will serve."
         )
-    _print(report.to_dict() if as_json else str(report), as_json)
+    print_result(report.to_dict() if as_json else str(report), as_json)
 
 
 @main.command()
 @_source
-@_rows("16")
+@rows_option("16")
 @_device
-@_json
+@json_option
 def explain(source: Path, rows: list[int], device: str, as_json: bool) -> None:
     """Show which backend runs each layer, and why.
 
@@ -329,13 +331,13 @@ def explain(source: Path, rows: list[int], device: str, as_json: bool) -> None:
     model: nn.Module = models.load(models.require_fp8(source), device=device)
     found = [fp8kit.explain(model, m) for m in rows]
     if as_json:
-        _print([entry for one in found for entry in one.to_dict()], as_json)
+        print_result([entry for one in found for entry in one.to_dict()], as_json)
     else:
-        _print("\n\n".join(map(str, found)), as_json)
+        print_result("\n\n".join(map(str, found)), as_json)
 
 
 @main.command()
-@_json
+@json_option
 def env(as_json: bool) -> None:
     """Describe this machine for a bug report."""
     facts = {
@@ -351,7 +353,7 @@ def env(as_json: bool) -> None:
         "disabled backends": sorted(DISABLED_BACKENDS),
     }
     text = "\n".join(f"{k}: {', '.join(v) if isinstance(v, list) else v}" for k, v in facts.items())
-    _print(facts if as_json else text, as_json)
+    print_result(facts if as_json else text, as_json)
 
 
 def _patterns(patterns: tuple[str, ...]) -> list[str] | None:

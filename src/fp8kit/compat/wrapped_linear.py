@@ -272,7 +272,6 @@ class FP8Linear(nn.Module):
         return {**state, "_parameters": held}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Undo ``__getstate__``."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         layer = self._discarded()
         if layer is not None:

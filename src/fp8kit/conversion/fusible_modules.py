@@ -56,7 +56,7 @@ def make_producer(
         if inner is None or inner.kind != "layer_norm" or embedded:
             return None
         return FusedAdaptiveNorm(module, inner.eps, modulation, consumers)
-    kind = activation_kind(module) or _gated_kind(module)
+    kind = computed_activation(module)
     if kind is not None:
         return FusedActivation(module, kind, consumers, concatenated)
     formula = recognize_norm(module)
@@ -89,9 +89,13 @@ def may_own_forward(module: nn.Module) -> bool:
 
 def can_produce(module: nn.Module) -> bool:
     """Return whether a module has a fused form."""
-    activation = activation_kind(module) or _gated_kind(module)
-    known = _full_name(module) in _ADAPTIVE or activation is not None
+    known = _full_name(module) in _ADAPTIVE or computed_activation(module) is not None
     return known or recognize_norm(module) is not None
+
+
+def computed_activation(module: nn.Module) -> str | None:
+    """Name the activation that a module is, also of half its columns, ``None`` if it is none."""
+    return activation_kind(module) or _gated_kind(module)
 
 
 def recognize_norm(norm: nn.Module) -> NormFormula | None:

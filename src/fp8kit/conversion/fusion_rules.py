@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.conversion.calibration import eagerly
+from fp8kit.conversion.fusible_modules import computed_activation
 from fp8kit.conversion.model_families import BLOCKS
 from fp8kit.conversion.patterns import check_expression, names_block, some_of
 from fp8kit.errors import ConversionError, InvalidType, InvalidValue
@@ -198,6 +199,8 @@ class _RunWatch:
     def __init__(self, model: nn.Module, links: Sequence[Link]) -> None:
         self.links = links
         self.real: dict[str, tuple[Tensor, Tensor]] = {}  # producer to stand-in and tensor
+        self.inputs: dict[str, tuple[Tensor, Tensor]] = {}  # activation to input and a copy
+        self.written: tuple[str, str] | None = None
         self.reads: dict[str, int] = {}
         self.stray: tuple[str, list[str]] | None = None
         self.handles: list[Any] = []
@@ -213,6 +216,9 @@ class _RunWatch:
             name, live = self.stray
             where = name or "the model"
             self._refuse(f"{where} met NaN: it or code before it reads {some_of(live)}")
+        if self.written is not None:
+            producer, layer = self.written
+            self._refuse(f"the input of {producer} is written before {layer} reads its result")
         for link in self.links:
             made = self.reads.get(link.source, 0)
             for layer in link.layers:
@@ -238,6 +244,8 @@ class _RunWatch:
                 stand_in, real = self.real.get(producer, (None, None))
                 if stand_in is not None and (args or (kwargs.get("input"),))[0] is stand_in:
                     self.reads[name] = self.reads.get(name, 0) + 1
+                    if producer in self.inputs and not torch.equal(*self.inputs[producer]):
+                        self.written = producer, name
                     return (real,), {}
             self._look(name, (*args, *kwargs.values()))
             return None
@@ -247,13 +255,15 @@ class _RunWatch:
     def _outputs(self, name: str) -> Callable[..., Any]:
         producer = name in {k.source for k in self.links}
 
-        def hook(_: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
             parts = out if isinstance(out, tuple) else (out,)
             self._look(name, parts)
             if not producer:
                 return None
             stand_in = torch.full_like(parts[0], torch.nan)
             self.real[name] = (stand_in, parts[0])
+            if args and computed_activation(module) is not None:  # the layer will compute it
+                self.inputs[name] = (args[0], args[0].clone())
             self.reads[name] = self.reads.get(name, 0) + 1
             return (stand_in, *parts[1:]) if isinstance(out, tuple) else stand_in
 

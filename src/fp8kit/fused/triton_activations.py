@@ -14,13 +14,11 @@ only where it lies that close to the midpoint of two 16-bit numbers, which is me
 ``test_activations_agree_with_torch``.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8kit.fused.triton_output import Output, narrow, rounded_product, row_cut, store_result
+from fp8kit.fused.triton_output import Output, Tile, narrow, rounded_product, row_cut, store_result
 from fp8kit.quantizers.triton_encode import INTERPRETED, appended, existing, widen
 from fp8kit.runtime.triton_launch import launch
 from fp8kit.runtime.triton_overlap import join_stream, overlaps
@@ -33,18 +31,9 @@ _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 _CUBIC = tl.constexpr(0.044715)
 
 
-class ActivationTile(NamedTuple):
-    """How rows are cut: rows per program, columns of a tile, tiles per program, warps."""
-
-    rows: int
-    cols: int
-    held: int
-    warps: int
-
-
 def activation_tile(
     m: int, k: int, itemsize: int, group: int, whole_rows: bool, paired: bool, heavy: bool
-) -> ActivationTile:
+) -> Tile:
     """Choose a tile for ``m`` rows of ``k`` elements; no choice changes the result.
 
     ``group`` columns are what a tile needs, a power of two; with ``whole_rows`` a program needs all
@@ -55,16 +44,16 @@ def activation_tile(
     whole = max(triton.next_power_of_2(k), 16, group)
     if whole <= 4 * lanes:
         rows = min(max(1, 4 * lanes // whole), triton.next_power_of_2(m))
-        return ActivationTile(rows, whole, 1, max(1, min(4, rows * whole // lanes)))
+        return Tile(rows, whole, 1, max(1, min(4, rows * whole // lanes)))
     crowded = m * k > _CROWDED * lanes
     if not (whole_rows or (heavy and crowded and k <= MOST_TILES * 32 * lanes)):
-        return ActivationTile(1, 4 * lanes, 2 if crowded else 1, 4)
+        return Tile(1, 4 * lanes, 2 if crowded else 1, 4)
     held = triton.cdiv(k, 16 * lanes)
     if paired and 2 < held <= MOST_TILES:
         # both rows fit in the registers of 32 warps that load 8 bytes at a time
-        return ActivationTile(1, 16 * lanes, held, 32)
+        return Tile(1, 16 * lanes, held, 32)
     warps, held = row_cut(k, lanes, MOST_TILES)
-    return ActivationTile(1, warps * lanes, held, warps)
+    return Tile(1, warps * lanes, held, warps)
 
 
 @triton.jit
@@ -198,7 +187,7 @@ def quantize_activation(
     across = triton.cdiv(k, tile.held * tile.cols)
     launch(
         _activation_kernel, triton.cdiv(m, tile.rows) * across,
-        gate, up, left, *output.arguments()[:3], m,
+        gate, up, left, *output.pointers(), m,
         *(0 if x is None else x.stride(0) for x in (gate, up, left)),
         output.min_scale, K=k, K_LEFT=k_left, KIND=kind, **constants,
         BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held,

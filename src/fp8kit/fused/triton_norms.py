@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fp8kit.fused.triton_output import (
     Output,
+    Tile,
     narrow,
     rounded_product,
     rounded_sum,
@@ -33,15 +34,6 @@ from fp8kit.runtime.triton_launch import launch
 from fp8kit.runtime.triton_overlap import join_stream, overlaps, prefetch
 
 MOST_TILES = 5  # of a row in registers; its weights take as many again
-
-
-class NormTile(NamedTuple):
-    """How rows are cut: rows per program, columns of a tile, tiles per row, warps."""
-
-    rows: int
-    cols: int
-    held: int
-    warps: int
 
 
 class NormOperands(NamedTuple):
@@ -67,7 +59,7 @@ class NormSettings(NamedTuple):
     weight_offset: float = 0.0
 
 
-def norm_tile(k: int, itemsize: int, least: int) -> NormTile:
+def norm_tile(k: int, itemsize: int, least: int) -> Tile:
     """Choose a tile for rows of ``k`` elements, whatever their number.
 
     A tile needs ``least`` columns, a power of two.
@@ -76,9 +68,9 @@ def norm_tile(k: int, itemsize: int, least: int) -> NormTile:
     whole = max(triton.next_power_of_2(k), 16, least)
     if whole <= 4 * lanes:
         rows = max(1, 4 * lanes // whole)
-        return NormTile(rows, whole, 1, 4)
+        return Tile(rows, whole, 1, 4)
     warps, held = row_cut(k, lanes, MOST_TILES)
-    return NormTile(1, warps * lanes, held, warps)
+    return Tile(1, warps * lanes, held, warps)
 
 
 @triton.jit
@@ -251,7 +243,7 @@ def quantize_norm(
     registers = 48 if gain is not None and tile.warps == 8 and tile.held <= 4 else None
     launch(
         _norm_kernel, triton.cdiv(m, tile.rows),
-        x, residual, total, weight, bias, gain, shift, *output.arguments()[:3],
+        x, residual, total, weight, bias, gain, shift, *output.pointers(),
         m, m if gain is None else m // gain.shape[0], x.stride(0),
         0 if residual is None else residual.stride(0),
         0 if gain is None else gain.stride(0), 0 if shift is None else shift.stride(0),

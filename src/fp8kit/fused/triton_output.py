@@ -52,24 +52,31 @@ class Output(NamedTuple):
     @staticmethod
     def of(x: Tensor, target: Target) -> "Output":
         """Allocate codes and scales for a result of the shape of ``x``."""
-        data = torch.empty(x.shape, dtype=target.dtype, device=x.device)
-        group, scale = target.group, target.scale
+        scale, group, dtype, min_scale, scale_ub, rounding, layout = target
         if scale is None:
-            scale = empty_scale(x, group, target.scale_layout)
-        grouped = "column" if target.scale_layout == "column" else "group"
+            scale = empty_scale(x, group, layout)
+        grouped = "column" if layout == "column" else "group"
         constants = {
             "SCALES": "static" if group == TENSOR else "row" if group.cols == -1 else grouped,
             "GROUP": max(group.cols, 1),
-            "DIVISION": division_of(
-                target.group, target.min_scale, target.scale_ub, target.scale_rounding
-            ),
-            "FP8_MAX": fp8_format(target.dtype).max,
+            "DIVISION": division_of(group, min_scale, scale_ub, rounding),
+            "FP8_MAX": fp8_format(dtype).max,
         }
-        return Output(data, scale, target.scale_ub, target.min_scale, constants)
+        data = torch.empty(x.shape, dtype=dtype, device=x.device)
+        return Output(data, scale, scale_ub, min_scale, constants)
 
-    def arguments(self) -> tuple[Tensor, Tensor | None, Tensor, float]:
-        """Return the kernels' arguments ``scale_ptr, scale_ub_ptr, data_ptr, min_scale``."""
-        return self.scale, self.scale_ub, self.data.view(torch.uint8), self.min_scale
+    def pointers(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return the kernels' arguments ``scale_ptr, scale_ub_ptr, data_ptr``."""
+        return self.scale, self.scale_ub, self.data.view(torch.uint8)
+
+
+class Tile(NamedTuple):
+    """How rows are cut: rows per program, columns of a tile, tiles per program, warps."""
+
+    rows: int
+    cols: int
+    held: int
+    warps: int
 
 
 def row_cut(k: int, lanes: int, most: int) -> tuple[int, int]:

@@ -32,7 +32,12 @@ from fp8kit.conversion.report import Report
 from fp8kit.errors import CheckpointError, UnsupportedError
 from fp8kit.formats import SCHEMES, Scheme
 from fp8kit.integrations.diffusers_bfl import bundled, is_bundle, parts_of
-from fp8kit.integrations.quantizer_of_layers import QuantizerOfLayers, restore_dense
+from fp8kit.integrations.quantizer_of_layers import (
+    QuantizerOfLayers,
+    misfit,
+    refuse_disk,
+    restore_dense,
+)
 from fp8kit.modules import mx_forms
 from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.hooks import become
@@ -126,13 +131,8 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
         """Refuse to quantize into weights that live on disk: they would stay as in the file."""
-        on_disk = isinstance(device_map, dict) and "disk" in device_map.values()
-        if on_disk and not self.pre_quantized:
-            raise UnsupportedError(
-                "Got a device_map that places layers on disk.",
-                "The loader keeps such weights as they are in the file, not as FP8.",
-                "Pass a device_map without disk, or save an FP8 model first.",
-            )
+        if not self.pre_quantized:
+            refuse_disk(device_map)
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
         """Learn the high precision: fp32 unless asked otherwise, as without quantization."""
@@ -199,11 +199,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def check_quantized_param_shape(self, name: str, wanted: Tensor, found: Tensor) -> bool:
         """Refuse a tensor that does not fit, which diffusers leaves to quantizers."""
         if wanted.shape != found.shape:
-            raise CheckpointError(
-                f"{name} has shape {list(found.shape)}.",
-                f"The model, built from config.json, needs {list(wanted.shape)}.",
-                "Get config.json or the tensors again: they do not belong together.",
-            )
+            raise misfit(name, found.shape, wanted.shape, "The model")
         return True
 
     def create_quantized_param(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from fp8kit.checkpoint.dialects import JsonObject, scheme_of
 from fp8kit.checkpoint.dialects.by_layer import plain
 from fp8kit.checkpoint.schema.naming import named
+from fp8kit.errors import CheckpointError, UnsupportedError
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.fused_producers import Fused
 from fp8kit.modules.hooks import become, own_names
@@ -40,6 +41,25 @@ class QuantizerOfLayers:
         if layer is None:
             raise AttributeError(f"{type(model).__name__} has no FP8 layers.")
         return self.make(layer)
+
+
+def refuse_disk(device_map: object) -> None:
+    """Refuse to quantize into weights that live on disk: they would stay as in the file."""
+    if isinstance(device_map, dict) and "disk" in device_map.values():
+        raise UnsupportedError(
+            "Got a device_map that places layers on disk.",
+            "The loader keeps such weights as they are in the file, not as FP8.",
+            "Pass a device_map without disk, or save an FP8 model first.",
+        )
+
+
+def misfit(name: str, found: Sequence[int], wanted: Sequence[int], kind: str) -> CheckpointError:
+    """Return the error for a tensor of another shape than a model of a kind has for it."""
+    return CheckpointError(
+        f"{name} has shape {list(found)}.",
+        f"{kind}, built from config.json, needs {list(wanted)}.",
+        "Get config.json or the tensors again: they do not belong together.",
+    )
 
 
 def described(model: nn.Module) -> str:

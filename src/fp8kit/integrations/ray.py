@@ -28,11 +28,7 @@ def _write(work: Work, index: int, source: str, folder: str, device: str) -> Non
     """Write one file; runs on a worker."""
     for place in (source, folder):
         if not Path(place).is_dir():
-            raise CheckpointError(
-                f"The machine {socket.gethostname()} does not see {place}.",
-                "All machines share source and destination.",
-                "Use a file system that every machine mounts under the same path.",
-            )
+            raise _unshared(f"The machine {socket.gethostname()} does not see {place}.")
     if is_whole(Path(folder), work.shards[index]):  # by a worker that was lost afterwards
         return
     places, devices = (Path(source), Path(folder)), [torch.device(device)]
@@ -97,8 +93,12 @@ class Runner:
                     ray.wait(list(running), num_returns=len(running))
         missing = [s.file for i in indices if not is_whole(folder, s := work.shards[i])]
         if missing:
-            raise CheckpointError(
-                f"{missing[0]} was written by another machine and is not in {folder}.",
-                "All machines share source and destination.",
-                "Use a file system that every machine mounts under the same path.",
-            )
+            raise _unshared(f"{missing[0]} was written by another machine and is not in {folder}.")
+
+
+def _unshared(what: str) -> CheckpointError:
+    return CheckpointError(
+        what,
+        "All machines share source and destination.",
+        "Use a file system that every machine mounts under the same path.",
+    )

@@ -35,6 +35,7 @@ from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.report import tied_to
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import QTensor, Scheme
+from fp8kit.integrations.quantizer_of_layers import misfit
 from fp8kit.integrations.transformers_experts import Taken, chosen_experts, take_experts
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig as Fp8KitConfig
 from fp8kit.integrations.transformers_quantizer import Fp8KitQuantizer as Fp8KitQuantizer
@@ -355,17 +356,7 @@ def _check_shapes(checkpoint: Checkpoint, model: Any, apart: set[str]) -> None:
     for name, info in checkpoint.tensors.items():
         found = tuple(wanted[name].shape) if name in wanted else info.shape
         if found != info.shape and not checkpoint.is_scale(name) and name not in apart:
-            raise _misfit(type(model), name, info.shape, found)
-
-
-def _misfit(
-    model_class: type, name: str, found: Sequence[int], wanted: Sequence[int]
-) -> CheckpointError:
-    return CheckpointError(
-        f"{name} has shape {list(found)}.",
-        f"{model_class.__name__}, built from config.json, needs {list(wanted)}.",
-        "Get config.json or the tensors again: they do not belong together.",
-    )
+            raise misfit(name, info.shape, found, type(model).__name__)
 
 
 def _first_line(error: Exception) -> str:
@@ -377,7 +368,7 @@ def _check_loaded(model: Any, info: dict[str, Any], strict: bool) -> None:
     if damaged := model.hf_quantizer.not_finite:
         raise not_finite(damaged)
     for name, found, wanted in info["mismatched_keys"]:
-        raise _misfit(type(model), name, found, wanted)
+        raise misfit(name, found, wanted, type(model).__name__)
     for keys, what, remedy in (
         (info["missing_keys"], "are in the model and not in the checkpoint", "Complete it"),
         (info["unexpected_keys"] if strict else (), "are not used by the model", "Drop strict"),

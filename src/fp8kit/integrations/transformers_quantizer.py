@@ -36,7 +36,7 @@ from fp8kit.errors import InvalidType, UnsupportedError, check_switch
 from fp8kit.formats import FP8_FORMATS, Scheme
 from fp8kit.integrations import transformers_attention
 from fp8kit.integrations import transformers_saving as saving
-from fp8kit.integrations.quantizer_of_layers import QuantizerOfLayers, restore_dense
+from fp8kit.integrations.quantizer_of_layers import QuantizerOfLayers, refuse_disk, restore_dense
 from fp8kit.integrations.transformers_experts import chosen_experts, is_stack, take_out
 from fp8kit.integrations.transformers_trial import renamed
 from fp8kit.modules.dense import unlike_linear
@@ -182,12 +182,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
                 "It does not say which layers are FP8; loaded as dense, they would be wrong.",
                 "Load the checkpoint with fp8kit.load(directory).",
             )
-        if isinstance(device_map, dict) and "disk" in device_map.values():
-            raise UnsupportedError(
-                "Got a device_map that places layers on disk.",
-                "The loader keeps such weights as they are in the file, not as FP8.",
-                "Pass a device_map without disk, or save an FP8 checkpoint first.",
-            )
+        refuse_disk(device_map)
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         """Return whether the loader hands this parameter to ``get_quantize_ops``."""

@@ -29,14 +29,9 @@ def takes_codes(scheme: Scheme) -> bool:
 def target(scheme: Scheme) -> arguments.QuantizeOptions:
     """Return the keywords of ``fp8kit.fused`` that quantize as the layers of a scheme do."""
     group = activation_group(scheme)
-    rounding = default_rounding(group, scheme.ue8m0)
-    layout = product_layout(group)
-    return {
-        "group": group,
-        "dtype": scheme.dtype,
-        "scale_rounding": rounding,
-        "scale_layout": layout,
-    }
+    rounding, layout = default_rounding(group, scheme.ue8m0), product_layout(group)
+    kind: arguments.QuantizeOptions = {"group": group, "dtype": scheme.dtype}
+    return {**kind, "scale_rounding": rounding, "scale_layout": layout}
 
 
 def codes_call(
@@ -54,12 +49,7 @@ def codes_call(
     """
     x, options = inputs[0], (*settings, *target_options(scheme))
     kind = (activation_group(scheme), x.shape if shape is None else shape, x.dtype)
-    fits = functools.partial(_check, check, scheme)
-    return CodesCall(operator, inputs, constants, options, *kind, fits)
-
-
-def _check(check: Callable[[arguments.QuantizeOptions], object], scheme: Scheme) -> None:
-    check(target(scheme))
+    return CodesCall(operator, inputs, constants, options, *kind, lambda: check(target(scheme)))
 
 
 def activation_group(scheme: Scheme) -> GroupShape:

@@ -28,18 +28,22 @@ if TYPE_CHECKING:
 
 
 class Deferred:
-    """Stands for a tensor that is computed when something reads it.
+    """Stands for ``act(gate) * up``, or ``act(gate)``, until something reads it.
 
-    ``width`` counts its columns. Once its tensor is ``made``, that may be written as any other.
+    Arguments are as of ``activation_codes``; ``width`` counts the columns. Once the tensor is
+    ``made``, that may be written as any other.
     """
 
     made: Tensor | None = None
 
-    def __init__(self, kind: str, width: int, *operands: Tensor | None) -> None:
-        self.kind, self.width = kind, width
+    def __init__(
+        self, kind: str, gate: Tensor, up: Tensor | None = None, left: Tensor | None = None
+    ) -> None:
+        operands = (gate, up, left)
+        self.kind, self.device, self.joined = kind, gate.device, left is not None
+        self.width = gate.shape[-1] + (0 if left is None else left.shape[-1])
         self._operands = tuple(None if t is None else t.detach() for t in operands)
         self._versions = list(map(_writes, operands))
-        self.device = next(t.device for t in operands if t is not None)
 
     def operands(self) -> tuple[Any, ...]:
         """Return what it is computed from; ``UnsupportedError`` if that was written since."""
@@ -57,16 +61,15 @@ class Deferred:
     def tensor(self) -> Tensor:
         """Compute it, if that is still to be done."""
         if self.made is None:
-            self.made = self.compute()
+            gate, up, left = self.operands()
+            y = reference.activated(self.kind, gate, up)
+            self.made = y if left is None else torch.cat((left, y), -1)
         return self.made
-
-    def compute(self) -> Tensor:
-        """Compute it anew."""
-        raise NotImplementedError
 
     def codes(self, scheme: Scheme) -> CodesCall:
         """Return the call that computes it as layers of a scheme read it."""
-        raise NotImplementedError
+        gate, up, left = self.operands()
+        return activation_codes(self.kind, gate, up, scheme, left)
 
     def __reduce__(self) -> Any:
         """Let copies be tensors."""
@@ -104,39 +107,6 @@ for _name in _OPERATORS:
     setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))  # Python asks the class for these
 
 
-class DeferredActivation(Deferred):
-    """``act(gate) * up``, or ``act(gate)``: arguments as of ``activation_codes``."""
-
-    def __init__(self, kind: str, gate: Tensor, up: Tensor | None = None) -> None:
-        super().__init__(kind, gate.shape[-1], gate, up)
-
-    def compute(self) -> Tensor:
-        """Compute the activation."""
-        return reference.activated(self.kind, *self.operands())
-
-    def codes(self, scheme: Scheme) -> CodesCall:
-        """Return the call that computes the activation as layers of a scheme read it."""
-        gate, up = self.operands()
-        return activation_codes(self.kind, gate, up, scheme)
-
-
-class DeferredConcat(Deferred):
-    """Columns ``left [..., K1]``, then an activation."""
-
-    def __init__(self, left: Tensor, right: DeferredActivation) -> None:
-        super().__init__(right.kind, left.shape[-1] + right.width, left, *right.operands())
-
-    def compute(self) -> Tensor:
-        """Concatenate."""
-        left, *operands = self.operands()
-        return torch.cat((left, reference.activated(self.kind, *operands)), -1)
-
-    def codes(self, scheme: Scheme) -> CodesCall:
-        """Return the call that computes both parts as layers of a scheme read them."""
-        left, gate, up = self.operands()
-        return activation_codes(self.kind, gate, up, scheme, left)
-
-
 def multiplied(layer: Fp8Linear, x: Deferred) -> Tensor:
     """Compute a layer of what is not written, from its codes where that may be."""
     fits = (x.width, x.device) == (layer.in_features, layer.codes.device)
@@ -147,21 +117,22 @@ def multiplied(layer: Fp8Linear, x: Deferred) -> Tensor:
     return layer.multiply(x.codes(layer.scheme))
 
 
-def _concatenated(tensors: Sequence[Any], dim: int = 0, **others: Any) -> DeferredConcat | None:
+def _concatenated(tensors: Sequence[Any], dim: int = 0, **others: Any) -> Deferred | None:
     """Return what stands for a concatenation, ``None`` if it is another one."""
     if others or len(tensors) != 2:
         return None
     left, right = tensors
-    if type(left) is not Tensor or not isinstance(right, DeferredActivation):
+    if type(left) is not Tensor or not isinstance(right, Deferred):
         return None
-    if right.made is not None:
+    if right.made is not None or right.joined:
         return None
-    gate, _ = right.operands()
+    gate, up, _ = right.operands()
     alike = (left.dtype, left.device) == (gate.dtype, gate.device)
     rows = left.dim() == gate.dim() and left.shape[:-1] == gate.shape[:-1]
     constant = not (torch.is_grad_enabled() and left.requires_grad)
     last = dim in (-1, gate.dim() - 1)
-    return DeferredConcat(left, right) if alike and rows and constant and last else None
+    fits = alike and rows and constant and last
+    return Deferred(right.kind, gate, up, left) if fits else None
 
 
 def _computed(value: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fp8kit.dispatch.device import capability
 from fp8kit.errors import CheckpointError, check_choice
 from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme
-from fp8kit.matmul.problem import m_bucket
+from fp8kit.matmul.problem import MatmulProblem, linear_problem, m_bucket
 from fp8kit.modules.entries import check_form, quantize_weight, stored_entries, stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.modules.guarded_weight import guarded, plain, unmoved
@@ -139,6 +139,16 @@ class ExpertTensors(nn.Module):
             place.type, capability(place),
         )  # fmt: skip
 
+    def products(self, m: int) -> dict[str, MatmulProblem]:
+        """Describe the product of each stack for ``m`` rows of one expert, by its name."""
+        found = {}
+        for name in self.stacks.names:
+            codes, bias = self.codes(name), self.beside(name, "bias") is not None
+            _, n, k = codes.shape
+            kind = (self.scheme, self.compute_dtype, codes.device, bias)
+            found[name] = linear_problem((n, k), *kind, m)
+        return found
+
     def tensors(self) -> Iterator[tuple[str, str]]:
         """Name each stack with each of its tensors that are frozen."""
         for name in self.stacks.names:
@@ -189,7 +199,6 @@ class ExpertTensors(nn.Module):
         return {**self.__dict__, "_parameters": as_bytes(self._parameters)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Undo ``__getstate__``."""
         tell_libraries()
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         for name in self.stacks.names:

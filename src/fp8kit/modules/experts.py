@@ -378,10 +378,8 @@ class Fp8Experts(ExpertTensors):
         return f"{sizes}, {self.activation}, scheme={self.scheme}, dtype={self.compute_dtype}"
 
     def _matrices(self) -> dict[str, tuple[int, int]]:
-        first = "gate_up_proj" if self.activation.gated else "up_proj"
-        columns = self.activation.columns(self.intermediate_size)
-        hidden = self.hidden_size
-        return {first: (columns, hidden), "down_proj": (hidden, self.intermediate_size)}
+        (up, down), hidden, inner = self.stacks.names, self.hidden_size, self.intermediate_size
+        return {up: (self.activation.columns(inner), hidden), down: (hidden, inner)}
 
     def _hold(self, name: str, tensor: Tensor | None) -> None:
         if tensor is not None and not isinstance(tensor, nn.Parameter):

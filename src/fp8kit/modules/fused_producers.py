@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from fp8kit.formats import Scheme
 from fp8kit.modules.activation_formula import activation_codes, activation_kind, gated_codes
 from fp8kit.modules.codes_calls import takes_codes
-from fp8kit.modules.deferred import DeferredActivation
+from fp8kit.modules.deferred import Deferred
 from fp8kit.modules.hooks import carry_hooks, is_watched
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.norm_formula import NormFormula
@@ -318,13 +318,13 @@ class FusedActivation(Producer):
         super().__init__(activation, consumers, gate)
         self.kind, self.gated, self.concatenated = kind, gate is not None, concatenated
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor | DeferredActivation:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | Deferred:
         """Activate ``[..., K]``: the result, or what stands for it until it is read."""
         if kwargs or len(args) != 1 or not self._may_defer(*args):
             y: Tensor = self.unfused(*args, **kwargs)
             return y
         (x,) = args
-        return DeferredActivation(self.kind, *(x.chunk(2, -1) if self.gated else (x,)))
+        return Deferred(self.kind, *(x.chunk(2, -1) if self.gated else (x,)))
 
     def _may_defer(self, x: Tensor) -> bool:
         # no subclass; and code that computes gradients itself gives inputs that require them

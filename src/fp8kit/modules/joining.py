@@ -21,6 +21,12 @@ def can_share(scheme: Scheme) -> bool:
     return scheme.activation is not None and not scheme.static
 
 
+def are_alike(members: Sequence[Fp8Linear]) -> bool:
+    """Return whether FP8 layers read inputs of one width alike."""
+    kinds = {(m.scheme, m.in_features, m.scale_ub) for m in members}
+    return len(kinds) == 1
+
+
 def can_join(members: Sequence[Fp8Linear]) -> bool:
     """Return whether the weights of FP8 layers can be multiplied as one matrix.
 
@@ -29,20 +35,16 @@ def can_join(members: Sequence[Fp8Linear]) -> bool:
     a row may not, they are not joined.
     """
     first = members[0]
-    scheme = first.scheme
     alike = all(
-        m.scheme == scheme
-        and m.input_scale is None
-        and m.in_features == first.in_features
+        m.input_scale is None
         and m.options() == first.options()
-        and m.scale_ub == first.scale_ub
         and not m.batch_invariant
         and _kind(m.codes) == _kind(first.codes)
         and _kind(m.weight_scale) == _kind(first.weight_scale)
         and _kind(m.bias) == _kind(first.bias)
         for m in members
     )
-    return alike and would_join(scheme, members)
+    return alike and are_alike(members) and would_join(first.scheme, members)
 
 
 def would_join(scheme: Scheme, layers: Sequence[nn.Linear]) -> bool:

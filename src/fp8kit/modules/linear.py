@@ -10,13 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8kit.errors import CheckpointError
-from fp8kit.formats import (
-    FP8_FORMATS,
-    GroupShape,
-    QTensor,
-    Scheme,
-    check_scale,
-)
+from fp8kit.formats import FP8_FORMATS, GroupShape, QTensor, Scheme, check_scale
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import dense, layer_options, refusals
 from fp8kit.modules.entries import quantize_weight, quantized_entries, stored_tensors
@@ -402,7 +396,6 @@ class Fp8Linear(nn.Linear):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Undo ``__getstate__``."""
         tell_libraries()
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.__dict__.pop("_tapes", None)  # of a file from before these had another name

@@ -10,14 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.errors import UnsupportedError
-from fp8kit.formats import (
-    FP8_FORMATS,
-    MX,
-    Scheme,
-    scale_dtype,
-    scale_shape,
-    stack_scale_shape,
-)
+from fp8kit.formats import FP8_FORMATS, MX, Scheme, scale_dtype, scale_shape, stack_scale_shape
 from fp8kit.runtime.replay_cache import ReplayCache
 from fp8kit.runtime.weight_hazards import invalidate
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils import dlpack
 
 from fp8kit.modules.hooks import arrives_with_its_call, is_watched
-from fp8kit.modules.joining import MOST_JOINED_ROWS, can_join, can_share, may_move
+from fp8kit.modules.joining import MOST_JOINED_ROWS, are_alike, can_join, can_share, may_move
 from fp8kit.modules.kept_weight import follow_original
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import any_trained
@@ -242,13 +242,8 @@ class SharedInput:
         return torch.is_grad_enabled() and (x.requires_grad or any(b.requires_grad for b in biases))
 
     def _alike(self) -> bool:
-        first = self.members[0]
-        return can_share(first.scheme) and all(
-            m.scheme == first.scheme
-            and m.in_features == first.in_features
-            and m.scale_ub == first.scale_ub
-            for m in self.members
-        )
+        members = self.members
+        return can_share(members[0].scheme) and are_alike(members)
 
     def joined_in_graph(self) -> tuple[tuple[Any, ...], ...] | None:
         """Return what a graph multiplies as one matrix, ``None`` where it cannot be one."""

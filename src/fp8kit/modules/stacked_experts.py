@@ -19,12 +19,7 @@ from fp8kit.errors import InvalidType, teach
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
-from fp8kit.modules.expert_tensors import (
-    FROZEN_KINDS,
-    ExpertStacks,
-    ExpertTensors,
-    codes_shape,
-)
+from fp8kit.modules.expert_tensors import FROZEN_KINDS, ExpertStacks, ExpertTensors, codes_shape
 from fp8kit.modules.hooks import is_watched
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.own_forward import settings
@@ -57,14 +52,13 @@ class StackedExperts(ExpertTensors):
         """Compute what the dense class computes from the arguments that it takes."""
         given = self._given(args, kwargs)
         x = given[0]
+        rows = x.reshape(-1, x.shape[-1])
         if self.stacks.call == "sorted":
-            rows = x.reshape(-1, x.shape[-1])
             count = self.expert_count
             ids = torch.arange(count, device=x.device).repeat_interleave(rows.shape[0] // count)
             ids, weights = ids.unsqueeze(1), rows.new_ones(rows.shape[0], 1)
         else:
             _, ids, weights = given
-            rows = x.reshape(-1, x.shape[-1])
         if self.stacks.activation is None or self._is_gate_watched():
             y = self._in_two_products(rows, ids, weights)
         else:

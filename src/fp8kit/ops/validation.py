@@ -136,6 +136,12 @@ def check_tensor(name: str, x: object) -> None:
             f"Pass {name}.values(), and put the result together by "
             f"torch.nested.nested_tensor_from_jagged(y, {name}.offsets()).",
         )
+    if type(x).__name__ == "DTensor":  # importing the class takes long
+        raise InvalidType(
+            f"Got {name} as a DTensor.",
+            "Each process quantizes and multiplies tensors of its own.",
+            f"Pass {name}.to_local() where rows are whole, else {name}.full_tensor().",
+        )
     if x.layout != torch.strided:
         raise InvalidType(
             f"Got {name} in the layout {x.layout}.",

@@ -271,11 +271,10 @@ def _drifting(
     drift: dict[str, _Noise], seen: dict[str, list[Tensor]]
 ) -> Callable[[str, Tensor, Tensor], None]:
     def compare(name: str, _: Tensor, y: Tensor) -> None:
-        expected = seen[name].pop(0) if seen[name] else None
-        if expected is None:
-            drift[name].valid = False
+        if seen[name]:
+            drift[name].add(seen[name].pop(0), y)
         else:
-            drift[name].add(expected, y)
+            drift[name].valid = False
 
     return compare
 

@@ -11,7 +11,7 @@ from torch import nn
 from fp8kit.dispatch.backends import BackendTable, Choice, choose
 from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import MX, Scheme
-from fp8kit.matmul.problem import MATMUL_BACKENDS, linear_problem
+from fp8kit.matmul.problem import MATMUL_BACKENDS
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.moe.problem import MOE_BACKENDS, ExpertsProblem
@@ -140,11 +140,7 @@ def _asked(model: nn.Module, m: int) -> Iterator[tuple[str, _Layer, BackendTable
             most = pairs_of_a_token(experts, taken[-1])[0]
             yield name or _ALONE, experts, MOE_BACKENDS, experts.problem(m, most)
             continue
-        place, kind = experts.codes(experts.stacks.down).device, experts.compute_dtype
-        for own in experts.stacks.names:  # with the module's own gate between two products
-            n, k = experts.codes(own).shape[1:]
-            bias = experts.beside(own, "bias") is not None
-            product = linear_problem((n, k), experts.scheme, kind, place, bias, m)
+        for own, product in experts.products(m).items():  # with the module's own gate between them
             yield f"{name}.{own}".lstrip("."), experts, MATMUL_BACKENDS, product
 
 

@@ -8,13 +8,7 @@ import torch
 
 from fp8kit.dispatch.backends import choose
 from fp8kit.dispatch.device import capability, current
-from fp8kit.matmul.problem import (
-    MATMUL_BACKENDS,
-    MatmulBackend,
-    MatmulProblem,
-    linear_problem,
-    m_bucket,
-)
+from fp8kit.matmul.problem import MATMUL_BACKENDS, MatmulBackend, MatmulProblem, m_bucket
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.moe.hopper import tile_config
 
@@ -70,12 +64,6 @@ def hopper_cut(pairs: int, experts: int) -> tuple[object, ...]:
 def _counts_of_products(module: ExpertTensors, tokens: int) -> list[int]:
     found = []
     for most in (tokens, *(1 << i for i in reversed(range((m_bucket(tokens) // 2).bit_length())))):
-        problems = []
-        for name in module.stacks.names:
-            codes = module.codes(name)
-            _, n, k = codes.shape
-            bias = module.beside(name, "bias") is not None
-            place = (module.compute_dtype, codes.device, bias, most)
-            problems.append(linear_problem((n, k), module.scheme, *place))
-        found += layer_counts(problems, most, codes.device)
+        device = module.codes(module.stacks.down).device
+        found += layer_counts(module.products(most).values(), most, device)
     return list(dict.fromkeys(found))

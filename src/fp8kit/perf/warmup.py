@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from fp8kit.modules.fused_producers import FusedActivation, FusedGatedMlp, Fused
 from fp8kit.modules.fused_router import RouterForward
 from fp8kit.modules.joining import MOST_JOINED_ROWS, can_join
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.modules.own_forward import own_forward
+from fp8kit.modules.own_forward import OwnForward
 from fp8kit.modules.rotary import RotaryForward
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops.validation import check_row_counts
@@ -31,6 +31,7 @@ from fp8kit.perf.warmup_experts import calls_of_experts, record_experts
 from fp8kit.runtime import replay_cache
 from fp8kit.runtime.compile_ahead import collecting
 
+Lead = tuple[int, int]  # sequences, and tokens of each
 MOST_SEQUENCES = 256  # row counts up to this one may be sequences that decode, one token each
 
 
@@ -111,12 +112,12 @@ def _calls(model: nn.Module, m: Sequence[int]) -> Iterator[Callable[[], None]]:
     """Give a call for every distinct module and number of rows."""
     done = set[object]()
     for module in model.modules():
-        kind = _kind(module)
-        if kind is None or kind in done:
+        run = _run_of(module)
+        if run is None or run.kind in done:
             continue
-        done.add(kind)
+        done.add(run.kind)
         for rows in dict.fromkeys(count for most in m for count in _row_counts(module, most)):
-            yield functools.partial(_run, module, (1, rows))
+            yield functools.partial(run.call, (1, rows))
 
 
 def layer_wishes(layers: Sequence[Fp8Linear], m: Sequence[int]) -> Iterator[Wish]:
@@ -165,90 +166,6 @@ def _row_counts(module: nn.Module, rows: int) -> list[int]:
     return layer_counts(problems, rows, module.weight.device)
 
 
-def _kind(module: nn.Module) -> object:
-    """Return a key equal for modules of the same kernels, ``None`` for what runs no FP8."""
-    if isinstance(module, Fp8Linear):
-        alone = _layer_kind(module)
-        if isinstance(module.shared, SharedInput):
-            return ("group", *map(_layer_kind, module.shared.members))
-        return alone
-    if heads := _heads(module):
-        fp8 = all(isinstance(layer, Fp8Linear) for layer in heads)
-        return ("rotary", type(module), *map(_layer_kind, heads)) if fp8 else None
-    if (own := own_forward(module)) is not None:
-        weight = module.get_parameter("weight")
-        return (type(own), own.formula, weight.shape, weight.dtype, weight.device)
-    if isinstance(module, Producer):
-        members = module.consumers.group.members
-        return (*_producer_kind(module), *map(_layer_kind, members))
-    if (halves := _second_half(module)) is not None:
-        kinds = tuple(map(_kind, halves))
-        return None if None in kinds else ("decoder layer", *kinds)
-    if isinstance(module, FusedGatedMlp | FusedFeedForward) and module.is_converted():
-        first, down = _projections(module)
-        gated = isinstance(module, FusedGatedMlp) or module.gated
-        shape = (first.in_features, first.out_features, first.weight.dtype)
-        return ("mlp", module.kind, gated, shape, _layer_kind(down))
-    return None
-
-
-def _second_half(module: nn.Module) -> tuple[FusedNorm, FusedGatedMlp] | None:
-    """Give norm and feed-forward of a decoder layer that computes both in one call."""
-    forward = vars(module).get("forward")
-    if not isinstance(forward, ResidualForward):
-        return None
-    norm, mlp = module._modules[forward.flow.before_mlp], module._modules["mlp"]
-    if not (isinstance(norm, FusedNorm) and isinstance(mlp, FusedGatedMlp)):
-        return None
-    return (norm, mlp) if mlp.is_converted() else None
-
-
-def _producer_kind(module: Producer) -> tuple[object, ...]:
-    if isinstance(module, FusedActivation):
-        return ("activation", module.kind, module.gated, module.concatenated)
-    assert isinstance(module, FusedNorm | FusedAdaptiveNorm)
-    tensors = (module._parameters.get("weight"), module._parameters.get("bias"))
-    weights = tuple(None if t is None else t.dtype for t in tensors)
-    return (type(module), module.formula, *weights)
-
-
-def _device(module: nn.Module) -> torch.device:
-    """Return where a module with a kind runs."""
-    if isinstance(module, FusedGatedMlp | FusedFeedForward):
-        return _projections(module)[1].weight.device
-    if heads := _heads(module):
-        weight: Tensor = heads[0].weight
-        return weight.device
-    if (halves := _second_half(module)) is not None:
-        return _device(halves[0])
-    layer = module.consumers.group.members[0] if isinstance(module, Producer) else module
-    return layer.get_parameter("weight").device
-
-
-def _projections(module: FusedGatedMlp | FusedFeedForward) -> tuple[nn.Linear, Fp8Linear]:
-    """Give the layer that reads the input of a feed-forward, and the one that gives its result."""
-    gated = isinstance(module, FusedGatedMlp)
-    names = ("gate_proj", "down_proj") if gated else ("net.0.proj", "net.2")
-    first, down = (module.get_submodule(name) for name in names)
-    assert isinstance(first, nn.Linear)
-    assert isinstance(down, Fp8Linear)
-    return first, down
-
-
-def _heads(module: nn.Module) -> list[Any]:
-    """Give the layers that make queries, keys and values of an attention; none of other modules."""
-    rotates = isinstance(vars(module).get("forward"), RotaryForward)
-    found = [module._modules.get(f"{name}_proj") for name in "qkv"]
-    known = rotates and type(getattr(module, "head_dim", None)) is int and None not in found
-    return found if known else []
-
-
-def _layer_kind(layer: Fp8Linear) -> tuple[object, ...]:
-    bias = None if layer.bias is None else layer.bias.dtype
-    options = (layer.accum, layer.batch_invariant, layer.compute_dtype, bias)
-    return (layer.scheme, tuple(layer.weight.shape), layer.weight.device, *options)
-
-
 def _record(model: nn.Module, m: Sequence[int]) -> None:
     """Run every module twice in the shapes in which a model calls it: the second call records."""
     runs_with_another = set[int]()
@@ -258,76 +175,92 @@ def _record(model: nn.Module, m: Sequence[int]) -> None:
         elif isinstance(module, Fp8Linear) and isinstance(module.shared, SharedInput):
             runs_with_another |= {id(member) for member in module.shared.members[1:]}
     for module in model.modules():
-        if id(module) in runs_with_another or _kind(module) is None:
-            continue
-        if _device(module).type not in replay_cache.RECORDED_DEVICES:
+        run = None if id(module) in runs_with_another else _run_of(module)
+        if run is None or run.device.type not in replay_cache.RECORDED_DEVICES:
             continue
         for rows in m:
             prompt, batch = (1, rows), (rows, 1)
             for lead in {prompt, batch} if rows <= MOST_SEQUENCES else {prompt}:
-                _run(module, lead)
-                _run(module, lead)
+                run.call(lead)
+                run.call(lead)
 
 
-def _run(module: nn.Module, lead: tuple[int, int]) -> None:
-    """Run a module on an input ``[*lead, K]``."""
+class _Run(NamedTuple):
+    """How to run a module: by ``call``, on an input ``[*lead, K]``.
+
+    Modules of an equal ``kind`` run the same kernels.
+    """
+
+    kind: tuple[object, ...]
+    device: torch.device
+    call: Callable[[Lead], None]
+
+
+def _run_of(module: nn.Module) -> _Run | None:
+    """Return how to run a module, ``None`` for what runs no FP8."""
+    forward = vars(module).get("forward")
+    if isinstance(module, Fp8Linear):
+        return _layer(module)
+    if isinstance(module, FusedActivation):
+        return _activation(module)
+    if isinstance(module, FusedNorm | FusedAdaptiveNorm):
+        return _norm(module)
     if isinstance(module, FusedGatedMlp | FusedFeedForward):
-        module(_input(_projections(module)[0], lead))
-    elif heads := _heads(module):
-        _run_rotary(module, heads, lead)
-    elif (own := own_forward(module)) is not None:
-        weight = module.get_parameter("weight")
-        x = torch.randn(*lead, weight.shape[-1], device=weight.device, dtype=weight.dtype)
-        if isinstance(own, RouterForward):
-            x = x.flatten(0, 1)  # as blocks hand it to routers
-        given = isinstance(own, RouterForward) and own.formula.correction == "given"
-        module(x, *([x.new_zeros(weight.shape[0])] if given else []))
-    elif (halves := _second_half(module)) is not None:
-        x = _input(halves[0].consumers.group.first, lead).to(halves[0].weight.dtype)
-        vars(module)["forward"].flow.feed_forward(module, x, torch.zeros_like(x))
-    elif isinstance(module, FusedActivation):
-        _run_activation(module, lead)
-    elif isinstance(module, Producer):
-        group = module.consumers.group
-        for result in _produced(module, _input(group.members[0], lead)):
-            for member in group.members:
-                group(member, result)
-    elif isinstance(module, Fp8Linear):
-        x = _input(module, lead)
-        if isinstance(module.shared, SharedInput):
-            for member in module.shared.members:
-                module.shared(member, x)
+        return _feed_forward(module)
+    if isinstance(forward, ResidualForward):
+        return _second_half(module, forward)
+    if isinstance(forward, RotaryForward):
+        return _rotary(module, forward)
+    return _own(module, forward) if isinstance(forward, OwnForward) else None
+
+
+def _layer(layer: Fp8Linear) -> _Run:
+    group = layer.shared if isinstance(layer.shared, SharedInput) else None
+
+    def call(lead: Lead) -> None:
+        x = _input(layer, lead)
+        if group is None:
+            layer.compute(x)
         else:
-            module.compute(x)
+            for member in group.members:
+                group(member, x)
+
+    kind = _layer_kind(layer) if group is None else ("group", *map(_layer_kind, group.members))
+    return _Run(kind, layer.weight.device, call)
 
 
-def _run_activation(module: FusedActivation, lead: tuple[int, int]) -> None:
+def _activation(module: FusedActivation) -> _Run:
     """Activate, and multiply by the layers that read the result."""
-    layer = module.consumers.group.first
-    x, columns = _input(layer, lead), layer.out_features if module.concatenated else 0
-    left, gate = x[..., :columns], x[..., columns:]
-    for member in module.consumers.group.members:
-        result = module(torch.cat((gate, gate), -1) if module.gated else gate)
-        member.forward(torch.cat((left, result), -1) if module.concatenated else result)
+    members = module.consumers.group.members
+    layer = members[0]
+
+    def call(lead: Lead) -> None:
+        x, columns = _input(layer, lead), layer.out_features if module.concatenated else 0
+        left, gate = x[..., :columns], x[..., columns:]
+        for member in members:
+            result = module(torch.cat((gate, gate), -1) if module.gated else gate)
+            member.forward(torch.cat((left, result), -1) if module.concatenated else result)
+
+    kind = ("activation", module.kind, module.gated, module.concatenated)
+    return _Run((*kind, *map(_layer_kind, members)), layer.weight.device, call)
 
 
-def _run_rotary(module: nn.Module, layers: Sequence[Any], lead: tuple[int, int]) -> None:
-    """Rotate heads in the strides of their products, with the same angles for all, and with own."""
-    attention: Any = module
-    x, width = _input(layers[0], lead), attention.head_dim
-    results = [layer(x).unflatten(-1, (-1, width)) for layer in layers]
-    for i, name in enumerate(("q_norm", "k_norm")):
-        norm = module._modules.get(name)
-        if norm is not None and norm.get_parameter("weight").shape == (width,):
-            results[i] = norm(results[i])
-    q, k, _ = (heads.transpose(1, 2) for heads in results)
-    for rows in {1, lead[0]}:
-        angles = x.new_zeros(2, rows, lead[1], width)
-        attention.forward.rotate(q, k, *angles)
+def _norm(module: FusedNorm | FusedAdaptiveNorm) -> _Run:
+    group, members = module.consumers.group, module.consumers.group.members
+
+    def call(lead: Lead) -> None:
+        for result in _normed(module, _input(members[0], lead)):
+            for member in members:
+                group(member, result)
+
+    tensors = (module._parameters.get("weight"), module._parameters.get("bias"))
+    dtypes = tuple(None if t is None else t.dtype for t in tensors)
+    kind = (type(module), module.formula, *dtypes, *map(_layer_kind, members))
+    return _Run(kind, members[0].weight.device, call)
 
 
-def _produced(module: Producer, x: Tensor) -> Iterator[Tensor]:
-    """Run a producer in every way that a block calls it, one after the other."""
+def _normed(module: FusedNorm | FusedAdaptiveNorm, x: Tensor) -> Iterator[Tensor]:
+    """Run a norm in every way that a block calls it, one after the other."""
     if isinstance(module, FusedAdaptiveNorm):
         emb = x.new_zeros(x.shape[0], module.linear.in_features)
         result = module(x, **{module.embedding: emb})
@@ -336,13 +269,85 @@ def _produced(module: Producer, x: Tensor) -> Iterator[Tensor]:
     weight = module._parameters.get("weight")
     x = x if weight is None else x.to(weight.dtype)
     yield module(x)
-    if isinstance(module, FusedNorm) and module.formula.kind == "rms_norm":
+    if module.formula.kind == "rms_norm":
         # a residual added in the same pass is another kernel
         call = module.codes_of_sum(x, torch.zeros_like(x))
         if call is not None:
             yield module(module.add(call))
 
 
-def _input(layer: nn.Linear, lead: tuple[int, int]) -> Tensor:
+def _feed_forward(module: FusedGatedMlp | FusedFeedForward) -> _Run | None:
+    if not module.is_converted():
+        return None
+    gated = isinstance(module, FusedGatedMlp)
+    names = ("gate_proj", "down_proj") if gated else ("net.0.proj", "net.2")
+    first, down = (cast(Any, module.get_submodule(name)) for name in names)
+    shape = (first.in_features, first.out_features, first.weight.dtype)
+    kind = ("mlp", module.kind, gated or module.gated, shape, _layer_kind(down))
+    return _Run(kind, down.weight.device, lambda lead: module(_input(first, lead)))
+
+
+def _second_half(module: nn.Module, forward: ResidualForward) -> _Run | None:
+    """Run norm and feed-forward of a decoder layer that computes both in one call."""
+    norm, mlp = module._modules[forward.flow.before_mlp], module._modules["mlp"]
+    if not (isinstance(norm, FusedNorm) and isinstance(mlp, FusedGatedMlp)):
+        return None
+    runs = _norm(norm), _feed_forward(mlp)
+    if runs[1] is None:
+        return None
+
+    def call(lead: Lead) -> None:
+        x = _input(norm.consumers.group.first, lead).to(norm.weight.dtype)
+        forward.flow.feed_forward(module, x, torch.zeros_like(x))
+
+    return _Run(("decoder layer", runs[0].kind, runs[1].kind), runs[0].device, call)
+
+
+def _rotary(module: nn.Module, forward: RotaryForward) -> _Run | None:
+    """Rotate heads in the strides of their products, with the same angles for all, and with own."""
+    width: Any = getattr(module, "head_dim", None)
+    layers = [module._modules.get(f"{name}_proj") for name in "qkv"]
+    fp8 = [layer for layer in layers if isinstance(layer, Fp8Linear)]
+    if type(width) is not int or len(fp8) < len(layers):
+        return None
+
+    def call(lead: Lead) -> None:
+        x = _input(fp8[0], lead)
+        results = [layer(x).unflatten(-1, (-1, width)) for layer in fp8]
+        for i, name in enumerate(("q_norm", "k_norm")):
+            norm = module._modules.get(name)
+            if norm is not None and norm.get_parameter("weight").shape == (width,):
+                results[i] = norm(results[i])
+        q, k, _ = (heads.transpose(1, 2) for heads in results)
+        for rows in {1, lead[0]}:
+            forward.rotate(q, k, *x.new_zeros(2, rows, lead[1], width))
+
+    kind = ("rotary", type(module), *map(_layer_kind, fp8))
+    return _Run(kind, fp8[0].weight.device, call)
+
+
+def _own(module: nn.Module, forward: OwnForward) -> _Run:
+    weight = module.get_parameter("weight")
+
+    def call(lead: Lead) -> None:
+        x = torch.randn(*lead, weight.shape[-1], device=weight.device, dtype=weight.dtype)
+        if not isinstance(forward, RouterForward):
+            module(x)
+            return
+        given = forward.formula.correction == "given"
+        # blocks hand rows to routers
+        module(x.flatten(0, 1), *([x.new_zeros(weight.shape[0])] if given else []))
+
+    kind = (type(forward), forward.formula, weight.shape, weight.dtype, weight.device)
+    return _Run(kind, weight.device, call)
+
+
+def _layer_kind(layer: Fp8Linear) -> tuple[object, ...]:
+    bias = None if layer.bias is None else layer.bias.dtype
+    options = (layer.accum, layer.batch_invariant, layer.compute_dtype, bias)
+    return (layer.scheme, tuple(layer.weight.shape), layer.weight.device, *options)
+
+
+def _input(layer: nn.Linear, lead: Lead) -> Tensor:
     dtype = layer.compute_dtype if isinstance(layer, Fp8Linear) else layer.weight.dtype
     return torch.randn(*lead, layer.in_features, device=layer.weight.device, dtype=dtype)
