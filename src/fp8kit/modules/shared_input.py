@@ -245,9 +245,12 @@ class SharedInput:
         members = self.members
         return can_share(members[0].scheme) and are_alike(members)
 
-    def joined_in_graph(self) -> tuple[tuple[Any, ...], ...] | None:
-        """Return what a graph multiplies as one matrix, ``None`` where it cannot be one."""
-        if not self._may_join_in_graph():
+    def joined_in_graph(self, x: Tensor) -> tuple[tuple[Any, ...], ...] | None:
+        """Return what a graph multiplies as one matrix, ``None`` where rows may be many."""
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
+
+        few = statically_known_true(x.numel() <= MOST_JOINED_ROWS * x.shape[-1])
+        if not few or not self._may_join_in_graph():
             return None
         members = [ref() for ref in self._refs]  # traced, unlike the property
         return tuple([member.operands() for member in members if member is not None])

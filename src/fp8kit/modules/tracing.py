@@ -79,7 +79,7 @@ def traced(layer: Fp8Linear, x: Tensor) -> Tensor:
 def _of_all(layer: Fp8Linear, x: Tensor, kind: tuple[Any, ...]) -> _Left:
     """Compute for all siblings what they have in common: everything, or codes of the input."""
     group: Any = layer.shared
-    operands = group.joined_in_graph()
+    operands = group.joined_in_graph(x)
     if operands is None:
         return _Left(x, kind, layer.quantize_input(x))
     results = operators.joined_registered(x, operands, layer.options())
