@@ -117,7 +117,7 @@ def test_only_addresses_that_changed_are_moved() -> None:
         "nothing": ([], []),
         "x": ([0], []),
         "y": ([], [2]),
-        "scratch": ([1], [0]),
+        "scratch": ([], []),  # the recording keeps what it was given
     }.items():
         first.moved.clear()
         second.moved.clear()
@@ -373,6 +373,62 @@ def test_recording_ends_with_an_error() -> None:
     assert not is_recording()
 
 
+def fake_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+    device: Callable[[], int],
+    stream: Callable[[int], int],
+    capturing: Callable[[], bool],
+) -> None:
+    told = {"_current_device": device, "_current_stream": stream, "_capturing": capturing}
+    for name, tell in told.items():
+        monkeypatch.setattr(launch_recording, name, tell)
+
+
+def test_scratch_memory_stays_for_one_stream_and_for_no_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph is replayed on any stream, and may live longer than the recording."""
+    x, constant = torch.randn(5, 7), torch.randn(5, 7)
+    made = recorded(x, constant)
+    made.index = 0
+    now = {"stream": 7, "capturing": False}
+    fake_gpus(monkeypatch, lambda: 0, lambda _: now["stream"], lambda: now["capturing"])
+    scratch: list[Tensor] = []
+
+    def allocate(empty: Callable[..., Tensor], *layout: object) -> Tensor:
+        block = empty(*layout)
+        scratch.extend([block] if block.dtype == torch.uint8 else [])
+        return block
+
+    allocating(made, allocate)
+    for stream, capturing, fresh in [
+        (7, True, True),
+        (7, False, True),
+        (7, False, False),
+        (8, False, True),
+        (7, False, False),
+        (7, True, True),
+        (7, False, False),
+    ]:
+        now.update(stream=stream, capturing=capturing)
+        before = len(scratch)
+        assert torch.equal(made(x)[0], 2 * x + constant)
+        assert len(scratch) == before + fresh
+        last = scratch[1 if not fresh else -1]
+        assert made.steps[0].passed[1] == last.data_ptr()
+
+
+def test_much_scratch_memory_is_given_back() -> None:
+    x, constant = torch.randn(2, 200, 200)
+    made = recorded(x, constant)
+    blocks = {torch.float32: torch.empty(200, 200)}
+    allocating(made, lambda empty, *layout: blocks.get(layout[-1], empty(*layout)))
+    for _ in range(2):
+        blocks[torch.uint8] = torch.empty(200 * 200 * 4 + 256, dtype=torch.uint8)
+        assert torch.equal(made(x)[0], 2 * x + constant)
+        assert made.steps[0].passed[1] == blocks[torch.uint8].data_ptr()
+
+
 @pytest.mark.parametrize("current", [0, 1])
 def test_launches_go_to_the_stream_of_the_inputs_device(
     current: int, monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]
@@ -401,9 +457,7 @@ def test_launches_go_to_the_stream_of_the_inputs_device(
         return empty(*layout)
 
     faked_cuda(device=device)
-    gpus = {"_current_device": lambda: where[0], "_current_stream": raw_stream}
-    for name, told in gpus.items():
-        monkeypatch.setattr(launch_recording, name, told)
+    fake_gpus(monkeypatch, lambda: where[0], raw_stream, lambda: False)
     allocating(made, allocate)
     assert torch.equal(made(x)[0], y)
     assert entered == ([1] if current == 0 else [])

@@ -911,3 +911,23 @@ def test_inputs_that_an_operator_copies_are_read_anew_on_a_gpu() -> None:
         with torch.autocast("cuda", torch.bfloat16):
             found = layer(x)
         assert_bits_equal(found, layer(x.contiguous()))
+
+
+@torch.no_grad()
+@pytest.mark.gpu
+def test_on_a_gpu_a_graph_has_scratch_memory_of_its_own() -> None:
+    layer = made(linear=nn.Linear(512, 256, dtype=torch.bfloat16, device="cuda"))
+    x, stream = torch.randn(64, 512, dtype=torch.bfloat16, device="cuda"), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(4):
+            layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        y = layer(x)
+    layer.replays.clear()
+    torch.cuda.synchronize()
+    poison = [torch.full((1 << 17,), 255, dtype=torch.uint8, device="cuda") for _ in range(64)]
+    x.neg_()
+    graph.replay()
+    assert_bits_equal(y, layer(x))
+    assert all(bool((block == 255).all()) for block in poison)
