@@ -356,6 +356,23 @@ def test_group_offload_changes_no_bit(how: str, tmp_path: Path) -> None:
         assert_bits_equal(run(model, given), wanted)
 
 
+@pytest.mark.parametrize("how", ["block", "disk"])
+def test_what_is_offloaded_in_groups_stays_dense(how: str, tmp_path: Path) -> None:
+    """The weights of a group on disk are nothing to quantize until it is called."""
+    pytest.importorskip("accelerate")
+    model = dense("FluxTransformer2DModel", tmp_path / "dense")
+    given = inputs(model)
+    wanted = run(model, given)
+    folder = str(tmp_path / "groups") if how == "disk" else None
+    cpu = torch.device("cpu")
+    model.enable_group_offload(
+        onload_device=cpu, offload_device=cpu, offload_to_disk_path=folder, **OFFLOADS["block"]
+    )
+    with pytest.warns(UserWarning, match="convert the model first and call enable_group_offload"):
+        assert not fp8kit.convert(model).converted
+    assert_bits_equal(run(model, given), wanted)
+
+
 JOINED = """
     FluxTransformer2DModel SD3Transformer2DModel WanTransformer3DModel UNet2DConditionModel
     PixArtTransformer2DModel CogVideoXTransformer3DModel
