@@ -123,6 +123,19 @@ def test_products_by_blocks_take_scales_of_either_name(x: Tensor) -> None:
     assert_bits_equal(stacked.view(M, 200), y)
 
 
+@pytest.mark.parametrize("sides", [(64, 128), (128, 64), (32, 32), (1, 32)])
+def test_products_by_blocks_take_other_sides(x: Tensor, sides: tuple[int, int]) -> None:
+    w = torch.randn(200, K, generator=torch.Generator().manual_seed(1))
+    a, a_scale = compat.per_token_group_quant_fp8(x, sides[1])
+    b, b_scale = compat.per_block_cast_to_fp8(w, sides)
+    y = compat.w8a8_block_fp8_matmul(a, b, a_scale, b_scale, sides, torch.bfloat16)
+    left = a.float() * expanded(a_scale, 1, sides[1], a.shape)
+    right = b.float() * expanded(b_scale, *sides, b.shape)
+    assert_matmul(y, left, right, backend="dequantized")
+    with pytest.raises(ValueError, match="scale"):
+        compat.w8a8_block_fp8_matmul(a, b, a_scale[:, :-1], b_scale, sides, torch.bfloat16)
+
+
 @pytest.mark.parametrize("n", [1, 200])
 def test_cutlass_scaled_mm_takes_scales_of_blocks(x: Tensor, n: int) -> None:
     w = torch.randn(n, K, generator=torch.Generator().manual_seed(1))

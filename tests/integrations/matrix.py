@@ -185,7 +185,11 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "integrations/test_diffusers.py::test_files_of_another_form_are_refused"),
         Row("works", "`enable_group_offload`: leafs, blocks, disk",
             "integrations/test_diffusers.py::test_group_offload_changes_no_bit",
-            "siblings compute one by one; streams are untested"),
+            "after the conversion: before it, layers stay dense; streams are untested"),
+        Row("works", "`enable_cache`: pyramid attention broadcast, FasterCache, first block, "
+            "TaylorSeer, MagCache",
+            "integrations/test_diffusers.py::test_caches_between_steps_meet_fused_layers",
+            "fused layers change no bit of it"),
         Row("works", "`enable_model_cpu_offload`",
             "integrations/test_diffusers.py::test_model_offload_of_a_pipeline_changes_no_bit"),
         Row("works", "`enable_layerwise_casting`",

@@ -356,6 +356,71 @@ def test_group_offload_changes_no_bit(how: str, tmp_path: Path) -> None:
         assert_bits_equal(run(model, given), wanted)
 
 
+@pytest.mark.parametrize("how", ["block", "disk"])
+def test_what_is_offloaded_in_groups_stays_dense(how: str, tmp_path: Path) -> None:
+    """The weights of a group on disk are nothing to quantize until it is called."""
+    pytest.importorskip("accelerate")
+    model = dense("FluxTransformer2DModel", tmp_path / "dense")
+    given = inputs(model)
+    wanted = run(model, given)
+    folder = str(tmp_path / "groups") if how == "disk" else None
+    cpu = torch.device("cpu")
+    model.enable_group_offload(
+        onload_device=cpu, offload_device=cpu, offload_to_disk_path=folder, **OFFLOADS["block"]
+    )
+    with pytest.warns(UserWarning, match="convert the model first and call enable_group_offload"):
+        assert not fp8kit.convert(model).converted
+    assert_bits_equal(run(model, given), wanted)
+
+
+def caches(step: list[int]) -> dict[str, Any]:
+    """Return diffusers' caches between the steps of a sampler; ``step`` has the current one."""
+    ranges = {"spatial_attention_timestep_skip_range": (-1, 950)}
+    ranges["current_timestep_callback"] = lambda: 1000 - 100 * step[0]  # type: ignore[assignment]
+    weight = {"attention_weight_callback": lambda _: 0.5, "is_guidance_distilled": True}
+    pyramid = diffusers.PyramidAttentionBroadcastConfig
+    return {
+        "pyramid": pyramid(spatial_attention_block_skip_range=2, **ranges),
+        "faster": diffusers.FasterCacheConfig(
+            spatial_attention_block_skip_range=2, **ranges, **weight
+        ),
+        "first block": diffusers.FirstBlockCacheConfig(threshold=0.5),
+        "taylor": diffusers.TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=1),
+        "magnitude": diffusers.MagCacheConfig(
+            max_skip_steps=2, num_inference_steps=4, mag_ratios=[1.0, 0.99, 0.98, 0.97]
+        ),
+    }
+
+
+# diffusers 0.42 cannot keep the first block of FLUX.2, dense or not
+CACHED = [
+    (kind, cache)
+    for kind in ("FluxTransformer2DModel", "Flux2Transformer2DModel")
+    for cache in caches([])
+    if (kind, cache) != ("Flux2Transformer2DModel", "first block")
+]
+
+
+@pytest.mark.usefixtures("fuses_on_cpu")
+@pytest.mark.parametrize(("kind", "cache"), CACHED)
+def test_caches_between_steps_meet_fused_layers(kind: str, cache: str, tmp_path: Path) -> None:
+    """What a cache keeps and skips is the same whatever the activations wait for."""
+    model = dense(kind, tmp_path)
+    given = inputs(model)
+    step, results = [0], dict[str, list[Tensor]]()
+    for fuse in ("all", "none"):
+        converted = copy.deepcopy(model)
+        fp8kit.convert(converted, fuse=fuse)
+        converted.enable_cache(caches(step)[cache])
+        results[fuse] = []
+        for step[0] in range(4):
+            changed = given | {"hidden_states": given["hidden_states"] * (1 + step[0] / 10)}
+            with converted.cache_context("cond"):
+                results[fuse].append(run(converted, changed))
+    for fused, plain in zip(*results.values(), strict=True):
+        assert_bits_equal(fused, plain)
+
+
 JOINED = """
     FluxTransformer2DModel SD3Transformer2DModel WanTransformer3DModel UNet2DConditionModel
     PixArtTransformer2DModel CogVideoXTransformer3DModel

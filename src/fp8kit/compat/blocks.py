@@ -186,9 +186,14 @@ def block_product(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Multiply ``[..., K]`` by ``[N, K]``, each with its scales; see ``w8a8_block_fp8_matmul``."""
-    block = _block(block_size)
-    x_q = QTensor(x[0], x[1].float(), GroupShape(1, block.cols))
-    w_q = QTensor(weight[0], weight[1].float(), block)
+    block, scales = _block(block_size), [x[1].float(), weight[1].float()]
+    if block.cols == MX.cols:
+        # groups of 32 elsewhere have bytes as scales: here each is two of 16
+        block = GroupShape(block.rows, MX.cols // 2)
+        parts = -(-x[0].shape[-1] // block.cols)
+        scales = [scale.repeat_interleave(2, -1)[..., :parts] for scale in scales]
+    x_q = QTensor(x[0], scales[0], GroupShape(1, block.cols))
+    w_q = QTensor(weight[0], scales[1], block)
     return functional.scaled_mm(x_q, w_q, bias, out_dtype=out_dtype)
 
 

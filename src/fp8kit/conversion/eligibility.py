@@ -36,6 +36,10 @@ _DISPATCHED = (
     "accelerate dispatched the model and runs this layer by a hook; convert the model "
     "first and dispatch it then, or call remove_hook_from_submodules of accelerate.hooks"
 )
+_OFFLOADED = (
+    "diffusers offloads it in a group that keeps the dense Parameters; convert the model first and "
+    "call enable_group_offload then"
+)
 _SHARDED = (
     "fully_shard or FullyShardedDataParallel has split its weight; convert the model first and "
     "shard it then, by the latter with ignored_states= for what is frozen"
@@ -62,6 +66,7 @@ class Eligibility:
         self._tried: dict[Any, str] = {}
         self._tied = _tied_weights(model)
         self._kept = _kept_in_float32(model)
+        self._offloaded = _offloaded_in_groups(model)
         self._read = read_elsewhere(model, methods=True)
 
     def of(self, names: Sequence[str], wanted: bool = False, merged: bool = False) -> str:
@@ -128,7 +133,7 @@ class Eligibility:
     def _of_names(self, names: Sequence[str], kind: str = "weight") -> str:
         if any(kept.match(f"{name}.{kind}") for kept in self._kept for name in names):
             return "the model keeps it in float32"
-        return ""
+        return _OFFLOADED if self._model.get_submodule(names[0]) in self._offloaded else ""
 
     def _of_owner(self, weight: nn.Parameter) -> str:
         if isinstance(weight, FakeTensor):
@@ -307,6 +312,13 @@ def _kept_in_float32(model: nn.Module) -> set[re.Pattern[str]]:
         for attribute in _KEPT
         for part in getattr(module, attribute, None) or ()
     }
+
+
+def _offloaded_in_groups(model: nn.Module) -> set[nn.Module]:
+    """Find modules whose weights diffusers loads when a group is called, from a disk for one."""
+    hooks = ((m, getattr(m, "_diffusers_hook", None)) for m in model.modules())
+    leaders = [m for m, found in hooks if "group_offloading" in getattr(found, "hooks", ())]
+    return {module for leader in leaders for module in leader.modules()}
 
 
 def _tied_weights(model: nn.Module) -> set[int]:

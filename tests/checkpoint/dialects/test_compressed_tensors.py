@@ -301,6 +301,10 @@ WEIGHTS = DYNAMIC["config_groups"]["group_0"]["weights"]  # type: ignore[index]
         (changed(weights={**WEIGHTS, "symmetric": False}), "8-bit symmetric floats"),
         (changed(weights={**WEIGHTS, "type": "int"}), "8-bit symmetric floats"),
         (changed(weights={**WEIGHTS, "group_size": [[]]}), "8-bit symmetric floats"),
+        (
+            changed(weights={**WEIGHTS, "strategy": "block", "block_structure": [64, 64]}),
+            "block of 128x128 or group of 32",
+        ),
         (changed(output_activations={"num_bits": 8}), "output_activations"),
     ],
 )

@@ -189,6 +189,22 @@ def test_an_embedding_in_fp8_has_no_scale_of_inputs() -> None:
     assert numbers("q_proj") == Numbers(TENSOR, static=True)
 
 
+def test_a_table_beside_blocks_has_one_scale() -> None:
+    """Transformers keeps the table of n-grams of a Qwen so, under another name of its scale."""
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    kinds = {
+        "q_proj.weight": (torch.float8_e4m3fn, (256, 256)),
+        "q_proj.weight_scale_inv": (torch.float32, (2, 2)),
+        "ple.ngram_embedding.weight": (torch.float8_e4m3fn, (512, 256)),
+        "ple.ngram_embedding.weight_scale": (torch.float32, (1,)),
+    }
+    source = Source({"quantization_config": blocks}, kinds)
+    assert dialect_of(source).name == "fp8"
+    numbers = dialect_of(source).parse(source).numbers
+    assert numbers("ple.ngram_embedding") == Numbers(TENSOR, static=None)
+    assert numbers("q_proj") == Numbers(BLOCK, GROUP128)
+
+
 def test_layers_that_quark_left_in_the_fp8_of_its_source_are_known_by_their_tensors() -> None:
     groups = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
     config = quark(groups, DYNAMIC)

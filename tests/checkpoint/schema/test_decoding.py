@@ -70,6 +70,7 @@ def test_parts_of_a_fused_matrix_keep_their_scales() -> None:
     ("raw", "rows"),
     [
         (torch.tensor(3.0), [[3, 3, 3, 3], [3, 3, 3, 3]]),
+        (torch.tensor([[[3.0]]]), [[3, 3, 3, 3], [3, 3, 3, 3]]),
         (torch.tensor([1.0, 2.0]), [[1, 1, 1, 1], [2, 2, 2, 2]]),
         (torch.tensor([[[1.0]], [[2.0]]]), [[1, 1, 1, 1], [2, 2, 2, 2]]),
         (torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [[1, 1, 2, 2], [3, 3, 4, 4]]),

@@ -339,6 +339,8 @@ def test_stacks_of_experts() -> None:
     assert [layer.shape for layer in found.layers.values()] == [(4, 8, 16), (4, 32, 8)]
     assert {str(layer.group) for layer in found.layers.values()} == {"row"}
     assert found.tensors["e.down_proj_scale"] == "e.down_proj_scale"
+    whole = (F32, (1, 1, 1))  # torchao's PerTensor
+    assert read(DYNAMIC, e__up_proj=(E4, (4, 8, 16)), e__up_proj_scale=whole).problems == []
 
 
 def test_a_checkpoint_may_hold_other_blocks() -> None:

@@ -179,8 +179,8 @@ def _group(name: str, group: JsonObject, found: JsonObject) -> Numbers:
             return Numbers(weight, activation, static)
     raise CheckpointError(
         f"Config group {name} has weights {weights} and input_activations {inputs or None}.",
-        "This version reads 8-bit symmetric floats: weights by tensor, channel, block or group "
-        "of 32, activations static by tensor, or dynamic.",
+        "This version reads 8-bit symmetric floats: weights by tensor, channel, block of 128x128 "
+        "or group of 32, activations static by tensor, or dynamic.",
         base.OTHER_FORMAT,
     )
 

@@ -42,7 +42,15 @@ def _parse(source: Source) -> Announcement:
         numbers = Numbers(static=None, weight_only=True)
     base.choice(found, "expert_dtype", ("fp8", "fp4", None))
     ignore = base.strings(found, "ignored_layers", "modules_to_not_convert")
-    return Announcement(lambda n: Numbers(MX, MX) if _is_mx(n, source) else numbers, ignore)
+
+    def of(layer: str) -> Numbers:
+        if _is_mx(layer, source):
+            return Numbers(MX, MX)
+        # Transformers gives a table one scale, whatever its layers have
+        table = base.is_embedding(layer) and f"{layer}.weight_scale" in source.kinds
+        return Numbers(TENSOR, static=None) if table else numbers
+
+    return Announcement(of, ignore)
 
 
 def _is_fpw8a16(found: JsonObject) -> bool:

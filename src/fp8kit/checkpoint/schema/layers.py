@@ -106,7 +106,7 @@ def accepted_shapes(shape: Shape, group: GroupShape, numbers: Numbers) -> tuple[
         down, across = -(-rows // 128), -(-cols // 128)
         return (32 * down, 16 * across), (128 * down, 4 * across)
     if group == TENSOR:
-        one: tuple[Shape, ...] = ((1,), (), (1, 1))
+        one: tuple[Shape, ...] = ((1,), (), (1, 1), (1,) * len(shape))
         e = tuple(stack)
         halves = ((*e, 2),) if rows % 2 == 0 else ()
         return (*one, e, (*e, 1), *halves, (*e, 1, 1)) if stack else one
