@@ -111,8 +111,7 @@ def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """
     validation.check_quantized("q", q)
     validation.check_out_dtype(dtype)
-    value: Tensor = operators.DEQUANTIZE(q.data, q.scale, (q.group.rows, q.group.cols), dtype)
-    return value
+    return operators.DEQUANTIZE(q.data, q.scale, (q.group.rows, q.group.cols), dtype)
 
 
 def scaled_mm(
@@ -245,11 +244,10 @@ def linear(
             "Leave scale_ub out, or use a dynamic scheme.",
         )
     x_group = None if activation is None else (activation.rows, activation.cols)
-    y: Tensor = call_on(
+    return call_on(
         w_q.data,
         operators.LINEAR,
         (x,),
         (w_q.data, w_q.scale, bias, input_scale, scale_ub),
         (x_group, (w_q.group.rows, w_q.group.cols), rounding, accum, batch_invariant, out_dtype),
     )
-    return y

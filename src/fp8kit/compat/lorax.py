@@ -104,8 +104,7 @@ class Fp8Linear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute ``[..., N]`` in the dtype of the input."""
-        y: Tensor = self.layer(input)
-        return y
+        return self.layer(input)
 
     @property
     def qweight(self) -> Tensor:
@@ -130,8 +129,7 @@ class Fp8Linear(nn.Module):
     @property
     def qbias(self) -> Tensor | None:
         """The bias ``[N]``, or ``None``."""
-        bias: Tensor | None = self.layer.bias
-        return bias
+        return self.layer.bias
 
 
 @teaches

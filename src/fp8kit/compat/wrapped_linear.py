@@ -188,8 +188,7 @@ class FP8Linear(nn.Module):
         return f"{shape}, dense weight: {self.options.fp16_weight_storage}, FP8 weight: {where}"
 
     def _layer(self) -> Core | None:
-        made: Core | None = self.__dict__["_fp8"]
-        return made
+        return self.__dict__["_fp8"]
 
     def _source(self) -> Tensor | None:
         return self._fp16_weight_cpu if self.linear is None else self.linear.weight
@@ -215,8 +214,7 @@ class FP8Linear(nn.Module):
         )
 
     def _multiply(self, x: Tensor) -> Tensor:
-        y: Tensor = self.fp8_layer(x.device)(x)
-        return y
+        return self.fp8_layer(x.device)(x)
 
     def _dense(self, x: Tensor, reason: str) -> Tensor:
         """Multiply by the dense weight; raise if there is none."""
@@ -230,8 +228,7 @@ class FP8Linear(nn.Module):
                 )
             )
         if self.linear is not None and (weight.dtype, weight.device) == (x.dtype, x.device):
-            y: Tensor = self.linear(x)
-            return y
+            return self.linear(x)
         return F.linear(
             x, weight.to(x.device, x.dtype), None if bias is None else bias.to(x.device, x.dtype)
         )

@@ -204,8 +204,7 @@ def _twin(module: nn.Module, stacks: ExpertStacks, small: bool, dtype: torch.dty
 def _copied(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> nn.Module:
     config = vars(module).get("config")
     memo = {} if config is None else {id(config): _Eager(config)}
-    twin: nn.Module = owned(module, memo, _parameters=parameters)
-    return twin
+    return owned(module, memo, _parameters=parameters)
 
 
 class _Eager:

@@ -45,8 +45,7 @@ def _fake_outputs(x: Tensor, target: Target, *others: Tensor) -> list[Tensor]:
 
 
 def _backend(problem: FusedProblem) -> FusedBackend:
-    backend: FusedBackend = require(FUSED_BACKENDS, problem)
-    return backend
+    return require(FUSED_BACKENDS, problem)
 
 
 def rms_norm(

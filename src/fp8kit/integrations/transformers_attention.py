@@ -71,9 +71,7 @@ def attention_forward(
         )
     mask = attention_mask
     if mask is None or dropout or not _decodes(query, key, value, mask, kwargs):
-        return sdpa_attention_forward(  # type: ignore[no-any-return]
-            module, query, key, value, mask, dropout, scaling, **kwargs
-        )
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     inputs = (query, key, value, mask)
     if torch.compiler.is_compiling():

@@ -294,8 +294,7 @@ def _resized_as_numbers(
 ) -> nn.Module:
     """Resize an FP8 head, of which Transformers copies rows, as a dense one, and quantize that."""
     if not isinstance(head, Fp8Linear):
-        made: nn.Module = own(model, head, *args, **kwargs)
-        return made
+        return own(model, head, *args, **kwargs)
     dense = head.to_linear(torch.float32)
     grown = own(model, dense, *args, **kwargs)
     if grown is dense:  # it has the size already

@@ -245,8 +245,7 @@ def ray_runner(address: str | None = None, *, device: str = "cpu") -> Runner:
             ),
             name=error.name,
         ) from error
-    runner: Runner = module.Runner(address, torch.device(device).type)
-    return runner
+    return module.Runner(address, torch.device(device).type)
 
 
 def _carry_out(
@@ -316,8 +315,7 @@ def _facts(checkpoint: Checkpoint, recipe: Recipe) -> Facts:
         return known
     try:
         module = importlib.import_module("fp8kit.integrations.transformers_facts")
-        found: Facts = module.facts(checkpoint, recipe.resolved)
-        return found
+        return module.facts(checkpoint, recipe.resolved)
     except (ImportError, CheckpointError, UnsupportedError) as error:
         found = facts_by_name(checkpoint)
         found.source += f", because of this: {error}"

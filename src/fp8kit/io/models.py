@@ -253,8 +253,7 @@ def accepted(checkpoint: Checkpoint, quantization: JsonObject, kinds: Kinds) -> 
     except ImportError as error:
         warnings.warn(f"That Transformers loads the result is not checked: {error}", stacklevel=3)
         return quantization
-    found: JsonObject = hf.accepted(partial(hf.skeleton, checkpoint), quantization, kinds)
-    return found
+    return hf.accepted(partial(hf.skeleton, checkpoint), quantization, kinds)
 
 
 def _named_as_in(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
@@ -265,8 +264,7 @@ def _named_as_in(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
         hf = integration()
     except ImportError:  # of an older Transformers, which takes what has its names
         return checkpoint
-    found: Checkpoint = hf.in_model(checkpoint, model)
-    return found
+    return hf.in_model(checkpoint, model)
 
 
 def _finish(checkpoint: Checkpoint, model: nn.Module) -> None:

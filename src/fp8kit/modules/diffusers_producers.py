@@ -96,15 +96,13 @@ class FusedFeedForward(Fused):
         """Compute ``[..., K]`` from ``[..., K]``."""
         x = hidden_states
         if args or kwargs or not self.may_compute(x):
-            same: Tensor = self.unfused(x, *args, **kwargs)
-            return same
+            return self.unfused(x, *args, **kwargs)
         first, dropout, down, *rest = self.net
         same_kind = first_kind(first) == (self.kind, self.gated)
         idle = all(type(d) is nn.Dropout and not (d.training and d.p) for d in (dropout, *rest))
         known = same_kind and idle and self._hands_over()
         if not known or any_trained(first.proj, down):
-            y: Tensor = self.unfused(x)
-            return y
+            return self.unfused(x)
         h, up = first.proj(x), None
         if self.gated:
             up, h = h.chunk(2, dim=-1)

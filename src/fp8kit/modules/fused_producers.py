@@ -233,8 +233,7 @@ class Fused(nn.Module):
     def _replicate_for_data_parallel(self) -> nn.Module:
         """Replicate what was replaced: codes are offered to the layers of one GPU only."""
         replaced: Any = self.replaced[0]
-        replica: nn.Module = replaced._replicate_for_data_parallel()
-        return replica
+        return replaced._replicate_for_data_parallel()
 
 
 class Producer(Fused):
@@ -248,8 +247,7 @@ class Producer(Fused):
         """Copy what was replaced, unless the block is copied too: who else reads a copy?"""
         if id(self.consumers.path[0].ref()) not in memo:
             return copy.deepcopy(self.replaced[0], memo)
-        twin: nn.Module = deepcopied(self, memo)
-        return twin
+        return deepcopied(self, memo)
 
     def may_offer(self, *inputs: Tensor) -> bool:
         """Return whether codes may be offered instead of a result of these inputs."""
@@ -269,8 +267,7 @@ class FusedNorm(Producer):
         """Norm ``[..., K]``: the normed tensor, or what stands for it and its offered codes."""
         # what a compiler reads before it turns away costs guards
         if torch.compiler.is_compiling() or kwargs or len(args) != 1:
-            same: Tensor = self.unfused(*args, **kwargs)
-            return same
+            return self.unfused(*args, **kwargs)
         (x,) = args
         if self._prepared:
             prepared = self._prepared[:]  # another thread may take it meanwhile
@@ -279,8 +276,7 @@ class FusedNorm(Producer):
                 if total is x:
                     return stand_in
         if not (self.may_offer(x) and self.formula.takes(x, self)):
-            normed: Tensor = self.unfused(x)
-            return normed
+            return self.unfused(x)
         call = self.formula.codes((x,), self, self.consumers.scheme)
         return self.consumers.produce(self.replays, call)[0]
 
@@ -321,8 +317,7 @@ class FusedActivation(Producer):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | Deferred:
         """Activate ``[..., K]``: the result, or what stands for it until it is read."""
         if kwargs or len(args) != 1 or not self._may_defer(*args):
-            y: Tensor = self.unfused(*args, **kwargs)
-            return y
+            return self.unfused(*args, **kwargs)
         (x,) = args
         return Deferred(self.kind, *(x.chunk(2, -1) if self.gated else (x,)))
 
@@ -358,8 +353,7 @@ class FusedGatedMlp(Fused):
         """Compute ``[..., K]`` from ``[..., K]``."""
         layers = None if kwargs or len(args) != 1 else self._layers(*args)
         if layers is None:
-            y: Tensor = self.unfused(*args, **kwargs)
-            return y
+            return self.unfused(*args, **kwargs)
         gate_proj, up_proj, down = layers
         gate, up = gate_proj(*args), up_proj(*args)
         return down.multiply(activation_codes(self.kind, gate, up, down.scheme))

@@ -47,8 +47,7 @@ class RouterFormula:
     def bias(self, router: nn.Module, given: tuple[Tensor, ...]) -> Tensor | None:
         """Return the correction bias ``[E]``, from the router or the arguments behind its input."""
         if self.correction == "own":
-            own: Tensor = getattr(router, BIAS)
-            return own
+            return getattr(router, BIAS)
         return given[0] if given else None
 
     def takes(self, router: nn.Module, x: Tensor, given: tuple[Any, ...]) -> bool:

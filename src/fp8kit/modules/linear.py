@@ -196,8 +196,7 @@ class Fp8Linear(nn.Linear):
             In ``out_dtype``, else the dtype of ``input`` (or autocast's; ``compute_dtype``).
         """
         if isinstance(input, OTHERS):
-            y: Tensor = of_others(self, input)
-            return y
+            return of_others(self, input)
         if self.original_weight is not None:
             follow_original(self)
         if _is_compiling():
@@ -230,8 +229,7 @@ class Fp8Linear(nn.Linear):
         constants = self.operands()
         if _is_compiling():
             return operators.linear_registered(x, *constants, *self._options)
-        y: Tensor = self.replays.call(operators.LINEAR, (x,), constants, self._options)
-        return y
+        return self.replays.call(operators.LINEAR, (x,), constants, self._options)
 
     def multiply(self, codes: RowCodes | CodesCall) -> Tensor:
         """Compute ``[..., N]`` from codes of an input that is known to fit, made or to be made."""
@@ -243,8 +241,7 @@ class Fp8Linear(nn.Linear):
         if isinstance(codes, CodesCall):
             operator, both = codes.then_multiply(self._options)
             call = (operator, codes.inputs, (*codes.constants, *constants), both)
-            y: Tensor = self.replays.call(*call, codes.check)[0]
-            return y
+            return self.replays.call(*call, codes.check)[0]
         inputs, options = codes.inputs, operators.options_of_codes(codes, self._options)
         if _is_compiling():
             return operators.codes_registered(*inputs, *constants, *options)

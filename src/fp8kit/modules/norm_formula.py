@@ -60,8 +60,7 @@ class NormFormula:
         """
         settings = (self.eps, self.weight_offset, self.rounding)
         weight = norm._parameters["weight"]
-        y: Tensor = replays.call(operators.RMS_NORMED, (x,), (weight,), settings)
-        return y
+        return replays.call(operators.RMS_NORMED, (x,), (weight,), settings)
 
     def takes(self, x: Tensor, norm: nn.Module) -> bool:
         """Return whether the dtypes of input and weight are those the formula holds for."""

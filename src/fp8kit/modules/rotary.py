@@ -70,9 +70,8 @@ class _Rotary:
         """Rotate the heads of queries and keys."""
         own = self._names[FUNCTION]
         if own is not self._known or args or kwargs or not _fits(q, k, cos, sin):
-            return own(q, k, cos, sin, *args, **kwargs)  # type: ignore[no-any-return]
-        found: Sequence[Tensor] = self._replays.call(operators.ROTATED, (q, k, cos, sin), (), ())
-        return found
+            return own(q, k, cos, sin, *args, **kwargs)
+        return self._replays.call(operators.ROTATED, (q, k, cos, sin), (), ())
 
 
 class _Names(dict[str, Any]):
@@ -135,7 +134,7 @@ def _rotates(function: Any) -> bool:
 def _with_rotary(forward: Any) -> Callable[..., Any]:
     """Copy a function, with our rotary embedding under the name of the model's."""
     if not calls_rotary(forward):
-        return forward  # type: ignore[no-any-return]
+        return forward
     inner = _decorated(forward)
     if inner is not None:
         ours = types.CellType(_with_rotary(inner))

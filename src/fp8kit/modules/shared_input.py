@@ -386,5 +386,4 @@ def _held(members: Sequence[Fp8Linear]) -> list[Tensor | None]:
 
 def _with_own_storage(part: Tensor) -> Tensor:
     """Give a contiguous part of a tensor as a storage of its own, which keeps the memory alive."""
-    own: Tensor = _dlpack.from_dlpack(_dlpack.to_dlpack(part))
-    return own
+    return _dlpack.from_dlpack(_dlpack.to_dlpack(part))

@@ -147,5 +147,4 @@ def _derivative(kind: str, x: Tensor, alpha: float) -> Tensor:
     if kind == "relu2":
         return 2 * F.relu(x)
     how = "tanh" if kind == "gelu_tanh" else "none"
-    slope: Tensor = torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=how)
-    return slope
+    return torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=how)

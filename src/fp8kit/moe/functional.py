@@ -144,9 +144,8 @@ def grouped_scaled_mm(
     """
     arguments.check_grouped(x_q, w_q, offsets, bias, out_dtype)
     check_run(batch_invariant, backend)
-    y: Tensor = torch.ops.fp8kit.grouped_scaled_mm(
+    return torch.ops.fp8kit.grouped_scaled_mm(
         x_q.data, x_q.scale, w_q.data, arguments.stacked_scale(w_q), offsets, bias,
         (x_q.group.rows, x_q.group.cols), (w_q.group.rows, w_q.group.cols),
         out_dtype, batch_invariant, backend,
     )  # fmt: skip
-    return y

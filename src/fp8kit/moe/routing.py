@@ -97,7 +97,7 @@ def route(
     _check_groups(logits.shape[1], top_k, groups, top_groups)
     how = Formula(operator.index(top_k), scoring, renormalize, scaling_factor, torch.float32)
     if groups is None or top_groups is None:
-        return CHOOSE(logits, correction_bias, *how)  # type: ignore[no-any-return]
+        return CHOOSE(logits, correction_bias, *how)
     scores = scores_of(logits, scoring)
     choice = scores if correction_bias is None else scores + correction_bias.float()
     choice = _within_groups(choice, groups, top_groups, correction_bias is not None)

@@ -174,13 +174,11 @@ def reshaped(y: Tensor, shape: Sequence[int]) -> Tensor:
 
     Autograd refuses in-place changes of views made where it does not look, as in an operator.
     """
-    z: Tensor = torch.ops.aten._unsafe_view.default(y, shape)
-    return z
+    return torch.ops.aten._unsafe_view.default(y, shape)
 
 
 def _quantizer(x: Tensor, group: GroupShape, dtype: torch.dtype) -> QuantizerBackend:
-    backend: QuantizerBackend = require(QUANTIZER_BACKENDS, QuantizeProblem.of(x, group, dtype))
-    return backend
+    return require(QUANTIZER_BACKENDS, QuantizeProblem.of(x, group, dtype))
 
 
 def _empty_product(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

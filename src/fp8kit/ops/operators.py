@@ -51,8 +51,7 @@ def linear_registered(
         product = transforms.linear
     constants = (w, w_scale, bias, input_scale, scale_ub)
     groups = (x_group, w_group)
-    y: Tensor = product(x, *constants, *groups, scale_rounding, accum, batch_invariant, out_dtype)
-    return y
+    return product(x, *constants, *groups, scale_rounding, accum, batch_invariant, out_dtype)
 
 
 def joined_registered(
@@ -67,8 +66,7 @@ def joined_registered(
     weights, scales, biases, _, bounds = map(list, zip(*operands, strict=True))
     biases = [b for b in biases if b is not None]
     y = torch.ops.fp8kit.joined_linear(x, weights, scales, biases, bounds[0], *options)
-    parts: tuple[Tensor, ...] = y.split([w.shape[0] for w in weights], -1)
-    return parts
+    return y.split([w.shape[0] for w in weights], -1)
 
 
 QUANTIZE = Operator(bodies.quantize, torch.ops.fp8kit.quantize)

@@ -49,8 +49,7 @@ def _scaled_mm(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) -> Te
     else:
         inputs = (x, x_scale)
     options = (_hashable(x_group), _hashable(w_group), *rest)
-    y: Tensor = call_on(w, _SCALED_MM_BODY, inputs, constants, options)
-    return y
+    return call_on(w, _SCALED_MM_BODY, inputs, constants, options)
 
 
 def _scaled_mm_fake(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) -> Tensor:
@@ -61,8 +60,7 @@ def _scaled_mm_fake(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) 
 def _linear(x: Tensor, *others: Any) -> Tensor:
     constants, (x_group, w_group, *rest) = others[:5], others[5:]
     options = (_hashable(x_group), _hashable(w_group), *rest)
-    y: Tensor = call_on(constants[0], _LINEAR_BODY, (x,), constants, options)
-    return y
+    return call_on(constants[0], _LINEAR_BODY, (x,), constants, options)
 
 
 def _linear_fake(x: Tensor, w: Tensor, *others: Any) -> Tensor:

@@ -28,8 +28,7 @@ def linear(*arguments: Any) -> Tensor:
 
     Raises ``UnsupportedError`` for ``jvp`` and other forward-mode transforms.
     """
-    y: Tensor = _Linear.apply(*arguments)  # type: ignore[no-untyped-call]
-    return y
+    return _Linear.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
 class _Linear(torch.autograd.Function):

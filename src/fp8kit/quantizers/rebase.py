@@ -220,8 +220,7 @@ def _shift_rows(codes: Tensor, own: Tensor, shared: Tensor, out: Tensor) -> tupl
 
 def _group_norms(values: Tensor) -> Tensor:
     padded = F.pad(values, (0, -values.shape[-1] % MX.cols))
-    norms: Tensor = torch.linalg.vector_norm(padded.view(len(padded), -1, MX.cols), dim=-1)
-    return norms
+    return torch.linalg.vector_norm(padded.view(len(padded), -1, MX.cols), dim=-1)
 
 
 def _shifted(codes: Tensor, distance: Tensor) -> tuple[Tensor, Tensor]:

@@ -258,8 +258,7 @@ class TileMap:
 
     def getPtr(self) -> int:
         """Return the address of the ``CUtensorMap``, which is what a kernel's parameter copies."""
-        pointer: int = self.handle.getPtr()
-        return pointer
+        return self.handle.getPtr()
 
 
 @functools.lru_cache(maxsize=4096)

@@ -159,8 +159,7 @@ class UnfinishedConversion:
 
 
 def _described(run: JsonObject) -> JsonObject:
-    found: JsonObject = json.loads(json.dumps({"version": _VERSION, **run}))
-    return found
+    return json.loads(json.dumps({"version": _VERSION, **run}))
 
 
 def _difference(key: str, before: object, now: object) -> str:

@@ -74,8 +74,7 @@ class Expressions:
             return ()
         method = getattr(self, f"_value_{type(node).__name__}", None)
         if method is not None:
-            values: Values = method(node)
-            return values
+            return method(node)
         for child in ast.iter_child_nodes(node):
             self.read(child)
         return ()
