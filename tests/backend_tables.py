@@ -10,7 +10,6 @@ from types import ModuleType
 import pytest
 
 from fp8kit.dispatch.backends import BackendTable, choose
-from fp8kit.runtime import replay_cache
 
 # who reads which table
 HOMES = {
@@ -39,10 +38,10 @@ def table_of(monkeypatch: pytest.MonkeyPatch, backends: Mapping[str, object]) ->
 
 def install(monkeypatch: pytest.MonkeyPatch, **kinds: Mapping[str, object]) -> None:
     """Let the package choose among these backends alone, for each kind in ``HOMES``."""
-    for kind, backends in kinds.items():
-        table = table_of(monkeypatch, backends)
-        for home in HOMES[kind]:
-            monkeypatch.setattr(home, table)
-    choose.cache_clear()
     # recordings of other backends hold for other counts
-    monkeypatch.setattr(replay_cache, "generation", next(_NUMBERS) * 10**6)
+    places: dict[str, object] = {"fp8kit.runtime.replay_cache.generation": next(_NUMBERS) * 10**6}
+    for kind, backends in kinds.items():
+        places |= dict.fromkeys(HOMES[kind], table_of(monkeypatch, backends))
+    for place, value in places.items():
+        monkeypatch.setattr(place, value)
+    choose.cache_clear()

@@ -49,7 +49,7 @@ def refuse_disk(device_map: object) -> None:
         raise UnsupportedError(
             "Got a device_map that places layers on disk.",
             "The loader keeps such weights as they are in the file, not as FP8.",
-            "Pass a device_map without disk, or save an FP8 model first.",
+            "Pass a device_map without disk, or save an FP8 checkpoint first.",
         )
 
 
