@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp8kit
@@ -99,6 +99,25 @@ def test_stacks_outside_of_experts_are_refused_where_they_were_cut(tmp_path: Pat
         fp8kit.save(model, tmp_path / "vllm")
     with pytest.raises(CheckpointError, match=r"it would draw .*gate_up_proj.* at random"):
         fp8kit.convert_checkpoint(tmp_path / "vllm", tmp_path / "fp8", target="transformers")
+
+
+def test_experts_of_two_kinds_in_one_stack_are_refused(tmp_path: Path) -> None:
+    """As tools write them that are told to leave one expert alone."""
+    path = quantize(tiny("Qwen3Moe").bfloat16(), tmp_path)
+    tensors, config = load_file(path / SHARD), json.loads((path / "config.json").read_text())
+    dense = "model.layers.0.mlp.experts.1.down_proj"
+    codes, scale = tensors[f"{dense}.weight"], tensors.pop(f"{dense}.weight_scale")
+    tensors[f"{dense}.weight"] = (codes.float() * scale).bfloat16()
+    save_file(tensors, path / SHARD)
+    config["quantization_config"]["ignore"].append(dense)
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=rf"{dense}.weight are in high precision, and others"):
+        fp8kit.convert_checkpoint(path, tmp_path / "other", target="transformers")
+    with pytest.warns(UserWarning, match="decoded to high precision"):
+        model = fp8kit.load(path)
+    fp8kit.save(model, tmp_path / "saved", target="transformers")
+    kinds = {n: t.dtype for n, t in load_file(tmp_path / "saved" / SHARD).items()}
+    assert {d for n, d in kinds.items() if "layers.0.mlp.experts" in n} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(

@@ -427,6 +427,13 @@ def test_parametrizations_that_move_codes_are_refused(kinds: list[type[nn.Module
         experts.quantized("down_proj")
 
 
+def test_a_parametrization_that_computes_is_refused_at_its_use() -> None:
+    layer = fp8kit.Fp8Linear.from_linear(nn.Linear(SIZE, 2 * SIZE))
+    parametrizations.orthogonal(layer)
+    with pytest.raises(UnsupportedError, match=r"Code applies 'tril' to the weight of an unnamed"):
+        layer(torch.randn(3, SIZE))
+
+
 @pytest.mark.parametrize("kind", [FlippedBack, InTwo])
 def test_parametrizations_that_undo_what_they_store_are_taken(kind: type[nn.Module]) -> None:
     layer, x = model_of()["proj"], torch.randn(3, SIZE)

@@ -265,7 +265,7 @@ def test_codes_that_were_computed_with_are_refused_under_the_own_scale(scheme: s
     state = model.state_dict()
     before = state["0.weight"].clone()
     state["0.weight"] = (before.float() * 1.5).to(before.dtype)
-    with pytest.raises(RuntimeError, match=r"0\.weight is not what .* Add to layer\.to_linear"):
+    with pytest.raises(RuntimeError, match=r"not what .* Add to layer\.to_linear.*fp8kit\.load\("):
         model.load_state_dict(state)
     assert_bits_equal(model[0].weight.detach(), before)
     model.load_state_dict({**state, "0.weight": before})

@@ -40,6 +40,7 @@ OF_DELTA_NET = {
 # layers that serving engines merge into one, which then has one kind of weight
 MERGED_BY_ENGINES = (
     *(_QKV, GATE_UP, _W1_W3, ("q_a_proj", "kv_a_proj_with_mqa")),
+    *(("query", "key", "value"), ("c_fc_0", "c_fc_1")),  # BERT's, and the gate and up of EXAONE
     *OF_DELTA_NET.values(),
 )
 

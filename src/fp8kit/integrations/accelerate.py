@@ -2,6 +2,7 @@
 
 They cast each tensor to the dtype of what is there, or to one they are given. A dense weight cast
 to FP8 would be codes under the scales of another weight, so it is quantized with scales of its own.
+Without a device map they fill the model file by file, and codes may come before their scales.
 What they move they put past ``register_parameter``, which would make it plain.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate import hooks, utils
+import accelerate
+from accelerate import big_modeling, hooks, utils
 from accelerate.utils import modeling
 from torch import Tensor, nn
 
@@ -24,6 +26,19 @@ def tell() -> None:
     """Let accelerate quantize a dense weight that it places into an FP8 layer."""
     for user in (utils, modeling, hooks):
         run_through(user, "set_module_tensor_to_device", _place)
+    for user in (accelerate, utils, modeling, big_modeling):
+        run_through(user, "load_checkpoint_in_model", _fill)
+
+
+def _fill(
+    own: Any, model: nn.Module, checkpoint: Any, device_map: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    if device_map is None and any(
+        isinstance(m, Fp8Linear | ExpertTensors) for m in model.modules()
+    ):
+        held = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
+        device_map = {n: "cpu" if t.is_meta else str(t.device) for n, t in held.items()}
+    own(model, checkpoint, device_map, *args, **kwargs)
 
 
 def _place(

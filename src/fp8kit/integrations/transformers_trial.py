@@ -104,7 +104,8 @@ class _Trial:
 
     Nothing on disk fills the ``missing`` tensors of the model. Of codes on disk the ``lost`` have
     no place in it, and the scales of ``bare`` ones have none; modules that get codes are ``coded``.
-    ``errors`` say why tensors cannot be converted, or have other shapes.
+    Numbers that are ``mixed`` go into one tensor with codes. ``errors`` say why tensors cannot be
+    converted, or have other shapes.
     """
 
     kind: str
@@ -112,6 +113,7 @@ class _Trial:
     lost: list[str]
     bare: list[str]
     coded: set[str]
+    mixed: list[str]
     errors: list[str]
 
     def dense(self) -> set[str]:
@@ -122,6 +124,13 @@ class _Trial:
         """Refuse what would not be loaded."""
         if self.errors:
             raise _refusal(self.kind, f"it cannot load {self.errors[0]}")
+        if self.mixed:
+            raise CheckpointError(
+                f"{some_of(self.mixed)} are in high precision, and others of their layer are FP8.",
+                "Transformers makes one tensor of them: it would take codes for numbers.",
+                "Include or exclude all experts of a layer together. Of a checkpoint, fp8kit.load "
+                "and fp8kit.save write all of them in high precision.",
+            )
         if self.bare:
             raise _refusal(self.kind, f"it has no place for the scales of {some_of(self.bare)}")
         absent = sorted(n for n in self.missing if n.endswith(_SCALES))
@@ -189,9 +198,15 @@ def _try(model: Any, quantization: JsonObject, kinds: Kinds) -> _Trial:
         raise _refusal(kind, f"it stops with {str(error).splitlines()[0]!r}") from error
     errors = [f"{n}: {e.splitlines()[-1]}" for n, e in info.conversion_errors.items()]
     errors += [f"{n}: {list(a)}, not {list(b)}" for n, a, b in info.mismatched_keys]
-    trial = _Trial(kind, set(info.missing_keys), [], [], set(), errors)
     places = {n: place for n, (place, _) in renamed(model, rules, kinds).items()}
-    for name, parts in sort_names(kinds).layers.items():
+    layers = sort_names(kinds).layers
+    filled = {places[parts.weight] for parts in layers.values()}
+    own = {
+        n for parts in layers.values() for n in (parts.weight, *parts.scales, *parts.input_scales)
+    }
+    mixed = [n for n, place in places.items() if place in filled and n not in own]
+    trial = _Trial(kind, set(info.missing_keys), [], [], set(), mixed, errors)
+    for name, parts in layers.items():
         # what goes into experts it does not quantize, and leaves the scales for that aside
         inputs = [] if experts_of(name) else parts.input_scales
         scales = [places[s] for s in (*parts.scales, *inputs)]

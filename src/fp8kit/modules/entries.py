@@ -61,7 +61,8 @@ def quantized_entries(
             raise CheckpointError(
                 f"{prefix}weight is not what the layer holds, and {prefix}weight_scale is its own.",
                 "Other codes need other scales; a merge that adds to codes takes them for numbers.",
-                "Add to layer.to_linear().weight instead, and load the sum without a scale.",
+                "Add to layer.to_linear().weight instead, and load the sum without a scale. "
+                + _BY_SHARDS,
             )
         layer.original_weight = None  # it is not what these codes were made from
         if not as_mx:

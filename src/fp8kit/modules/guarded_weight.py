@@ -297,7 +297,8 @@ def _owner(codes: Sequence[GuardedCodes]) -> str:
 def _refused(name: str, codes: Sequence[GuardedCodes]) -> UnsupportedError:
     for own in (t.__dict__ for t in codes if "_place" in t.__dict__):
         module, place = own["_place"][0](), own["_place"][1]
-        if module is not None and not hasattr(module, place):
+        # a parametrization is asked of the class: computing what it gives would come back here
+        if module and not (hasattr(type(module), place) or hasattr(module, place)):
             module._parameters[place] = own["_codes"]  # torch's old weight_norm deletes it first
     return UnsupportedError(
         f"Code applies {name!r} to the weight of {_owner(codes) or 'an Fp8Linear'}.",

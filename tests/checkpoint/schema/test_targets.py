@@ -100,7 +100,11 @@ def test_misfits_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "group", [("q_proj", "k_proj", "v_proj"), ("w1", "w3"), ("in_proj_qkv", "in_proj_z")]
+    "group",
+    [
+        *(("q_proj", "k_proj", "v_proj"), ("w1", "w3"), ("in_proj_qkv", "in_proj_z")),
+        *(("query", "key", "value"), ("c_fc_0", "c_fc_1")),
+    ],
 )
 def test_half_quantized_siblings_are_refused_where_they_merge(group: tuple[str, ...]) -> None:
     first, second, *_ = group
