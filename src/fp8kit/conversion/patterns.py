@@ -42,8 +42,9 @@ _PROTECTED = (
         _ROUTER,
     ),
     (
-        r"(\w+_)?(time_?steps?|time_emb\w*|time_proj|time_step_proj|timestep_\w+|time_mlp\w*|time_cond\w*)|"
-        r"time_text_embed|temb(_\w+)?|t_embedd(er|ing)|t_block|time_in|vector_in|guidance_in|add_embedding",
+        r"(\w+_)?(time_?steps?|timestep_\w+|time_(emb|mlp|cond|token|hidden)\w*|time_(step_)?proj)|"
+        r"time_text_embed|time_(in|mod)(_proj)?|time_pos_embed|temb(_\w+)?|t_embedd(er|ing)|t_block|"
+        r"tmlp|tproj|vector_in|guidance_in|add_embedding",
         "time embedding",
     ),
     (
@@ -65,8 +66,8 @@ DEFAULT_EXCLUDE: tuple[tuple[str, str], ...] = (
     *((f"re:(.*\\.)?({words})(\\.|$)", role) for words, role in _PROTECTED),
     ("re:proj_in$", "embedding"),
     (
-        "re:((_orig_mod|module|model)\\.)*(proj_out(_\\d+)?|final_layer.*|proj_to_clip_embeddings|"
-        "head|output)$",
+        "re:((_orig_mod|module|model)\\.)*(proj_out(_\\d+)?|final_layer.*|out_layer(\\..*)?|"
+        "proj_to_clip_embeddings|head|output)$",
         "final projection",
     ),
 )

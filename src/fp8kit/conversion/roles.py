@@ -34,7 +34,10 @@ _PREPARING = (
     (re.compile(r"Embed(ding|der|s)?s?$|TextProjection$|ImageProjection$"), "embedding"),
 )
 # classes of whatever code whose linear layers see a condition, one row for all tokens
-_CONDITIONED = re.compile(r"Ada(ptive)?_?(Layer|RMS|Group|Instance)?_?(Norm|Scale)|AdaLN|FiLM")
+_CONDITIONED = re.compile(
+    r"Ada(ptive)?_?(Layer|RMS|Group|Instance)?_?(Norm|Scale)|Ada[LIG]N|FiLM|Mapping(Net|FeedForward)"
+)
+_TIMED = re.compile(r"Time([sS]teps?)?(?!Series)([A-Z]\w*)?Embed(d(ing|er))?s?(ND)?_?$")
 # names of what a model of diffusers begins and ends with; inside its blocks they mean other things
 _ENDS = (
     (re.compile(r"proj_in$"), "embedding"),
@@ -61,6 +64,8 @@ def layer_roles(model: nn.Module) -> dict[str, str]:
                     _assign(found, linears, _joined(name, path), role)
         for path in _conditioned(module):
             _assign(found, linears, _joined(name, path), "modulation")
+        if _TIMED.search(type(module).__name__):
+            _assign(found, linears, name, "time embedding")
     for name, module in _outermost(model):
         for path, _ in module.named_modules():
             for pattern, role in _ENDS:
@@ -72,11 +77,14 @@ def layer_roles(model: nn.Module) -> dict[str, str]:
 
 
 def _conditioned(module: nn.Module) -> Iterator[str]:
-    """Find what turns a condition into shifts and scales, in code of any library."""
+    """Find what turns a condition into shifts and scales, in code of any library.
+
+    DiTs and U-Nets write it as an activation and one layer.
+    """
     if _CONDITIONED.search(type(module).__name__):  # it may hold a whole block, too
         yield from (name for name, child in module.named_children() if is_linear(child))
     parts = [*module.named_children()] if type(module) is nn.Sequential else []
-    if [type(m) for _, m in parts] == [nn.SiLU, nn.Linear]:  # as DiT and U-Nets write it
+    if [type(m) for _, m in parts] in ([nn.SiLU, nn.Linear], [nn.Mish, nn.Linear]):
         yield parts[-1][0]
 
 
