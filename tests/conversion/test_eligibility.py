@@ -263,6 +263,8 @@ HELD_PARTS: dict[str, Callable[[nn.Module], Any]] = {
     "weight": lambda layer: {"weights": [layer.weight]},
     "view of the weight": lambda layer: layer.weight.t(),
     "part of the weight": lambda layer: [layer.weight.detach()[:64]],
+    "end of the weight": lambda layer: [layer.weight.detach()[64:]],
+    "columns of the weight": lambda layer: layer.weight.data[:, 1:],
 }
 
 

@@ -278,7 +278,9 @@ def _parts_of_layers(
         if value.__func__ is not nn.Module.__call__:  # which looks forward up
             yield owner, getattr(value, "__name__", "method")  # of a partial, which has none
     elif isinstance(value, torch.Tensor):
-        yield from ((owners[a], "weight") for a in _addresses(value) if a in owners)
+        base = None if is_lazy(value) else value._base  # what it is a view of
+        whole = (value,) if base is None else (value, base)
+        yield from ((owners[a], "weight") for t in whole for a in _addresses(t) if a in owners)
     elif depth and not isinstance(value, (nn.Module, type, types.ModuleType)):
         for part in _parts(value):
             yield from _parts_of_layers(part, owners, depth - 1)
