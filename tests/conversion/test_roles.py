@@ -186,6 +186,17 @@ def test_names_are_compared_by_whole_components(name: str) -> None:
         ("tmlp.0", "time embedding"),
         ("tproj.1", "time embedding"),
         ("out_layer.out_layer", "final projection"),
+        ("all_final_layer.2-1.linear", "final projection"),
+        ("final_linear", "final projection"),
+        ("audio_heads.3", "output head"),
+        ("all_x_embedder.2-1", "embedding"),
+        ("x_embedders.image", "embedding"),
+        ("condition_embedder", "embedding"),
+        ("fps_embedding.0", "time embedding"),
+        ("blocks.0.cond_embeds_mapper", "modulation"),
+        ("conditioning_emb.2", "conditioning projection"),
+        ("global_proj.0", "conditioning projection"),
+        ("to_global_embed.0", "conditioning projection"),
         ("layers.0.expert_router", "MoE router"),
         ("moe.gate.to_gates", "MoE router"),
         ("text_projection", "output projection"),
@@ -249,6 +260,7 @@ def test_heads_and_modulations_of_ones_own_code_by_structure() -> None:
         ("TimestepEmbedSequential", None),  # holds blocks of a U-Net
         ("AdaIN1d", "modulation"),
         ("MappingFeedForwardBlock", "modulation"),
+        ("SDCascadeTimestepBlock", "modulation"),
     ],
 )
 def test_conditions_of_ones_own_code_by_class(kind: str, role: str | None) -> None:

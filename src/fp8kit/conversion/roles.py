@@ -35,14 +35,17 @@ _PREPARING = (
 )
 # classes of whatever code whose linear layers see a condition, one row for all tokens
 _CONDITIONED = re.compile(
-    r"Ada(ptive)?_?(Layer|RMS|Group|Instance)?_?(Norm|Scale)|Ada[LIG]N|FiLM|Mapping(Net|FeedForward)"
+    r"Ada(ptive)?_?(Layer|RMS|Group|Instance)?_?(Norm|Scale)|Ada[LIG]N|FiLM|"
+    r"Mapping(Net|FeedForward)|TimestepBlock$"
 )
 _TIMED = re.compile(r"Time([sS]teps?)?(?!Series)([A-Z]\w*)?Embed(d(ing|er))?s?(ND)?_?$")
 # names of what a model of diffusers begins and ends with; inside its blocks they mean other things
 _ENDS = (
     (re.compile(r"proj_in$"), "embedding"),
     (
-        re.compile(r"(proj_out(_\d+)?|final_layer(\..*)?|proj_to_clip_embeddings)$"),
+        re.compile(
+            r"(proj_out(_\d+)?|(all_)?final_layer(\..*)?|final_linear|proj_to_clip_embeddings)$"
+        ),
         "final projection",
     ),
 )
