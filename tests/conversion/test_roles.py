@@ -193,6 +193,9 @@ def test_names_are_compared_by_whole_components(name: str) -> None:
         ("x_embedders.image", "embedding"),
         ("condition_embedder", "embedding"),
         ("fps_embedding.0", "time embedding"),
+        ("diffusion_step_encoder.1", "time embedding"),
+        ("layers.0.diffusion_projection", "time embedding"),
+        ("fourier_to_single", "time embedding"),
         ("blocks.0.cond_embeds_mapper", "modulation"),
         ("conditioning_emb.2", "conditioning projection"),
         ("global_proj.0", "conditioning projection"),
@@ -228,7 +231,8 @@ class Language(nn.Module):
         self.words = nn.Embedding(512, 128)
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(128, 512)) for _ in range(blocks)])
         self.mlp = nn.Sequential(nn.SiLU(), nn.Linear(128, 256))
-        self.mish = nn.Sequential(nn.Mish(), nn.Linear(128, 256))
+        self.mish = nn.Sequential(nn.Mish(), nn.Linear(128, 256), nn.Unflatten(-1, (-1, 1)))
+        self.down = nn.Sequential(nn.SiLU(), nn.Linear(128, 256), nn.Dropout())  # of a feed-forward
         self.norm = AdaptiveLayerNorm()
         self.out = nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 512))
 

@@ -45,7 +45,7 @@ _PROTECTED = (
     (
         r"(\w+_)?(time_?steps?|timestep_\w+|time_(emb|mlp|cond|token|hidden)\w*|time_(step_)?proj)|"
         r"time_text_embed|time_(in|mod)(_proj)?|time_pos_embed|temb(_\w+)?|t_embedd(er|ing)|t_block|"
-        r"tmlp|tproj|fps_embedd(er|ing)|vector_in|guidance_in|add_embedding",
+        r"tmlp|tproj|diffusion_(step|emb|proj)\w*|fourier_to_single|fps_embedd(er|ing)|vector_in|guidance_in|add_embedding",
         "time embedding",
     ),
     (

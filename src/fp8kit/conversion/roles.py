@@ -82,13 +82,14 @@ def layer_roles(model: nn.Module) -> dict[str, str]:
 def _conditioned(module: nn.Module) -> Iterator[str]:
     """Find what turns a condition into shifts and scales, in code of any library.
 
-    DiTs and U-Nets write it as an activation and one layer.
+    DiTs and U-Nets write it as an activation and one layer, whose result may get another shape.
     """
     if _CONDITIONED.search(type(module).__name__):  # it may hold a whole block, too
         yield from (name for name, child in module.named_children() if is_linear(child))
-    parts = [*module.named_children()] if type(module) is nn.Sequential else []
-    if [type(m) for _, m in parts] in ([nn.SiLU, nn.Linear], [nn.Mish, nn.Linear]):
-        yield parts[-1][0]
+    parts = module.named_children() if type(module) is nn.Sequential else ()
+    kinds = {n: type(m) for n, m in parts if type(m).__name__ not in ("Unflatten", "Rearrange")}
+    if [*kinds.values()] in ([nn.SiLU, nn.Linear], [nn.Mish, nn.Linear]):
+        yield [*kinds][-1]
 
 
 def _words_as_outputs(model: nn.Module, linears: Mapping[str, nn.Module]) -> list[str]:
