@@ -182,6 +182,8 @@ def test_names_are_compared_by_whole_components(name: str) -> None:
         ("to_time_hiddens.1", "time embedding"),
         ("time_in_proj", "time embedding"),
         ("time_mod_proj", "time embedding"),
+        ("aug_in_proj", "time embedding"),
+        ("sinu_pos_emb.1", "time embedding"),
         ("time_pos_embed.0", "time embedding"),
         ("tmlp.0", "time embedding"),
         ("tproj.1", "time embedding"),

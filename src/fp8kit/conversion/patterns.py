@@ -44,8 +44,9 @@ _PROTECTED = (
     ),
     (
         r"(\w+_)?(time_?steps?|timestep_\w+|time_(emb|mlp|cond|token|hidden)\w*|time_(step_)?proj)|"
-        r"time_text_embed|time_(in|mod)(_proj)?|time_pos_embed|temb(_\w+)?|t_embedd(er|ing)|t_block|"
-        r"tmlp|tproj|diffusion_(step|emb|proj)\w*|fourier_to_single|fps_embedd(er|ing)|vector_in|guidance_in|add_embedding",
+        r"time_text_embed|time_(in|mod)(_proj)?|(aug|mapping_cond)_in_proj|time_pos_embed|"
+        r"sinu_pos_emb|temb(_\w+)?|tmlp|tproj|t_embedd(er|ing)|t_block|diffusion_(step|emb|proj)\w*|"
+        r"fourier_to_single|fps_embedd(er|ing)|vector_in|guidance_in|add_embedding",
         "time embedding",
     ),
     (
