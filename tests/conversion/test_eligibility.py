@@ -294,6 +294,13 @@ def test_a_tensor_without_a_shape_may_be_held() -> None:
     assert len(fp8kit.convert(model).converted) == 2
 
 
+def test_a_tensor_that_lies_behind_a_weight_may_be_held() -> None:
+    model, flat = Listing("list"), torch.randn(128 * 128 + 8)
+    model.proj.weight.data = flat[: 128 * 128].view(128, 128)
+    model.steps = [flat[-8:]]
+    assert len(fp8kit.convert(model).converted) == 2
+
+
 class Mirrored(nn.Module):
     """Multiplies by a weight once in its layer and once beside it."""
 
