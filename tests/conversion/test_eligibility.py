@@ -263,6 +263,8 @@ HELD_PARTS: dict[str, Callable[[nn.Module], Any]] = {
     "weight": lambda layer: {"weights": [layer.weight]},
     "view of the weight": lambda layer: layer.weight.t(),
     "part of the weight": lambda layer: [layer.weight.detach()[:64]],
+    "end of the weight": lambda layer: [layer.weight.detach()[64:]],
+    "columns of the weight": lambda layer: layer.weight.data[:, 1:],
 }
 
 
@@ -289,6 +291,13 @@ def test_how_a_layer_is_printed_is_no_part_of_it() -> None:
 def test_a_tensor_without_a_shape_may_be_held() -> None:
     model = Listing("list")
     model.steps = [nn.parameter.UninitializedBuffer()]
+    assert len(fp8kit.convert(model).converted) == 2
+
+
+def test_a_tensor_that_lies_behind_a_weight_may_be_held() -> None:
+    model, flat = Listing("list"), torch.randn(128 * 128 + 8)
+    model.proj.weight.data = flat[: 128 * 128].view(128, 128)
+    model.steps = [flat[-8:]]
     assert len(fp8kit.convert(model).converted) == 2
 
 

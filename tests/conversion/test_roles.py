@@ -149,6 +149,8 @@ def test_a_model_of_ones_own_is_judged_by_name_alone() -> None:
         "supervisual.q",
         "classifier.blocks.0.attn.qkv",
         "attention.output.dense",
+        "blocks.0.out_layer",
+        "layers.0.time_mix.key",
         "layers.0.output",
         "premodulation.lin",
     ],
@@ -176,6 +178,30 @@ def test_names_are_compared_by_whole_components(name: str) -> None:
         ("blocks.0.emb_layers.1", "modulation"),
         ("down.0.block.0.temb_proj", "time embedding"),
         ("to_time_cond.0", "time embedding"),
+        ("to_time_tokens.0", "time embedding"),
+        ("to_time_hiddens.1", "time embedding"),
+        ("time_in_proj", "time embedding"),
+        ("time_mod_proj", "time embedding"),
+        ("aug_in_proj", "time embedding"),
+        ("sinu_pos_emb.1", "time embedding"),
+        ("time_pos_embed.0", "time embedding"),
+        ("tmlp.0", "time embedding"),
+        ("tproj.1", "time embedding"),
+        ("out_layer.out_layer", "final projection"),
+        ("all_final_layer.2-1.linear", "final projection"),
+        ("final_linear", "final projection"),
+        ("audio_heads.3", "output head"),
+        ("all_x_embedder.2-1", "embedding"),
+        ("x_embedders.image", "embedding"),
+        ("condition_embedder", "embedding"),
+        ("fps_embedding.0", "time embedding"),
+        ("diffusion_step_encoder.1", "time embedding"),
+        ("layers.0.diffusion_projection", "time embedding"),
+        ("fourier_to_single", "time embedding"),
+        ("blocks.0.cond_embeds_mapper", "modulation"),
+        ("conditioning_emb.2", "conditioning projection"),
+        ("global_proj.0", "conditioning projection"),
+        ("to_global_embed.0", "conditioning projection"),
         ("layers.0.expert_router", "MoE router"),
         ("moe.gate.to_gates", "MoE router"),
         ("text_projection", "output projection"),
@@ -207,12 +233,14 @@ class Language(nn.Module):
         self.words = nn.Embedding(512, 128)
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(128, 512)) for _ in range(blocks)])
         self.mlp = nn.Sequential(nn.SiLU(), nn.Linear(128, 256))
+        self.mish = nn.Sequential(nn.Mish(), nn.Linear(128, 256), nn.Unflatten(-1, (-1, 1)))
+        self.down = nn.Sequential(nn.SiLU(), nn.Linear(128, 256), nn.Dropout())  # of a feed-forward
         self.norm = AdaptiveLayerNorm()
         self.out = nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 512))
 
 
 def test_heads_and_modulations_of_ones_own_code_by_structure() -> None:
-    found = {"mlp.1": "modulation", "norm.to_gamma": "modulation"}
+    found = dict.fromkeys(["mlp.1", "mish.1", "norm.to_gamma"], "modulation")
     assert layer_roles(Language(2)) == {**found, "out.1": "output head"}
     with torch.device("meta"):
         assert layer_roles(Language(0)) == {**found, "out.1": "output head"}
@@ -224,6 +252,27 @@ def test_heads_and_modulations_of_ones_own_code_by_structure() -> None:
     assert layer_roles(tied) == found
     parts = {"position_embedding": nn.Embedding(256, 128), "fc1": nn.Linear(128, 256)}
     assert layer_roles(nn.ModuleDict(parts)) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "role"),
+    [
+        ("TimestepEmbedder", "time embedding"),
+        ("TimeEmbeddings", "time embedding"),
+        ("CombinedTimestepSizeEmbeddings", "time embedding"),
+        ("ConcatTimestepEmbedderND", "time embedding"),
+        ("TimeSeriesValueEmbedding", None),
+        ("TimesFmEmbedding", None),
+        ("TimestepEmbedSequential", None),  # holds blocks of a U-Net
+        ("AdaIN1d", "modulation"),
+        ("MappingFeedForwardBlock", "modulation"),
+        ("SDCascadeTimestepBlock", "modulation"),
+    ],
+)
+def test_conditions_of_ones_own_code_by_class(kind: str, role: str | None) -> None:
+    model = nn.ModuleDict({"resolution": type(kind, (Fc,), {})(), "up": nn.Linear(128, 256)})
+    assert layer_roles(model).get("resolution.fc") == role
+    assert "up" not in layer_roles(model)
 
 
 def test_exclude_without_patterns_lifts_roles_that_classes_give() -> None:

@@ -283,7 +283,12 @@ def _parts_of_layers(
         if value.__func__ is not nn.Module.__call__:  # which looks forward up
             yield owner, getattr(value, "__name__", "method")  # of a partial, which has none
     elif isinstance(value, torch.Tensor):
-        yield from ((owners[a], "weight") for a in _addresses(value) if a in owners)
+        found = [owners[a] for a in _addresses(value) if a in owners]
+        base = None if is_lazy(value) else value._base
+        if base is not None:  # a view of a weight, but not of memory that many tensors share
+            whole = (owners[a] for a in _addresses(base) if a in owners)
+            found += [m for m in whole if base.numel() == m.get_parameter("weight").numel()]
+        yield from ((owner, "weight") for owner in found)
     elif depth and not isinstance(value, (nn.Module, type, types.ModuleType)):
         for part in _parts(value):
             yield from _parts_of_layers(part, owners, depth - 1)

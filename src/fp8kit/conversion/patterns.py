@@ -25,7 +25,7 @@ _GATED = ("up", "fc1", "value", "v_proj", "to_v", "wv", "qkv")
 _PROTECTED = (
     (
         # a stack of blocks is no head, whatever its name
-        r"(\w+_)?(lm_heads?|class_head|classifier)(?!\.\w*[a-z]\w*\.\d+\.\w)|to_logits|"
+        r"(\w+_)?(lm_heads?|audio_heads|class_head|classifier)(?!\.\w*[a-z]\w*\.\d+\.\w)|to_logits|"
         r"(mlp|linear|logits?)_head|output_head|output_projection|logits_dense|score|"
         r"embed_out|lm_loss|qa_outputs|cls_score|bbox_pred|aux_head|aux\d|AuxLogits|"
         r"predictions\.decoder|pred_layer\.proj|heads?\.(head|fc|linear)|joint\.head",
@@ -34,7 +34,8 @@ _PROTECTED = (
     (r"(text|visual|vision|image|audio)_projection", "output projection"),
     (
         r"(\w+_)?embed_tokens\w*|word_embeddings|(\w+_)?patch_(to_)?(embed|proj)\w*|pos_embed\w*|"
-        r"label_emb|x_embedder|img_in|txt_in|(context|caption|cap|label|class)_embedder|caption_projection",
+        r"label_emb|(\w+_)?x_embedders?|img_in|txt_in|caption_projection|"
+        r"(context|condition|caption|cap|label|class)_embedder",
         "embedding",
     ),
     (
@@ -42,13 +43,16 @@ _PROTECTED = (
         _ROUTER,
     ),
     (
-        r"(\w+_)?(time_?steps?|time_emb\w*|time_proj|time_step_proj|timestep_\w+|time_mlp\w*|time_cond\w*)|"
-        r"time_text_embed|temb(_\w+)?|t_embedd(er|ing)|t_block|time_in|vector_in|guidance_in|add_embedding",
+        r"(\w+_)?(time_?steps?|timestep_\w+|time_(emb|mlp|cond|token|hidden)\w*|time_(step_)?proj)|"
+        r"time_text_embed|time_(in|mod)(_proj)?|(aug|mapping_cond)_in_proj|time_pos_embed|"
+        r"sinu_pos_emb|temb(_\w+)?|tmlp|tproj|t_embedd(er|ing)|t_block|diffusion_(step|emb|proj)\w*|"
+        r"fourier_to_single|fps_embedd(er|ing)|vector_in|guidance_in|add_embedding",
         "time embedding",
     ),
     (
         r"(?i:(\w+_)?(ada_?(ln|norm)\w*|film|modulation|scale_shift\w*))|(?!_orig_mod)\w+_mod|"
-        r"\w*norm\w*\.linear(_\d+)?|\w+_modulation_\w+|distilled_guidance_layer|emb_layers",
+        r"\w*norm\w*\.linear(_\d+)?|\w+_modulation_\w+|distilled_guidance_layer|emb_layers|"
+        r"cond_embeds_mapper",
         "modulation",
     ),
     (r"\w*hyper_connection\w*", "mixing of residual streams"),
@@ -57,7 +61,10 @@ _PROTECTED = (
     (r"(\w+_)?(vision_tower|vision_model|visual)", TOWERS[0]),
     (r"(\w+_)?projector|language_projection", "projector"),
     (r"(\w+_)?audio_tower|audio_proj\w*", TOWERS[1]),
-    (r"img_emb|image_embedder|cond_proj", "conditioning projection"),
+    (
+        r"img_emb|image_embedder|cond_proj|conditioning_emb|global_(proj|cond_embedder)|to_global_embed",
+        "conditioning projection",
+    ),
     (r"lora_A|lora_B|lora_embedding\w*", "adapter"),
 )
 # each describes whole components of a name: `scores` is no `score`
@@ -65,8 +72,8 @@ DEFAULT_EXCLUDE: tuple[tuple[str, str], ...] = (
     *((f"re:(.*\\.)?({words})(\\.|$)", role) for words, role in _PROTECTED),
     ("re:proj_in$", "embedding"),
     (
-        "re:((_orig_mod|module|model)\\.)*(proj_out(_\\d+)?|final_layer.*|proj_to_clip_embeddings|"
-        "head|output)$",
+        "re:((_orig_mod|module|model)\\.)*(proj_out(_\\d+)?|(all_)?final_layer.*|final_linear|"
+        "out_layer(\\..*)?|proj_to_clip_embeddings|head|output)$",
         "final projection",
     ),
 )

@@ -34,12 +34,18 @@ _PREPARING = (
     (re.compile(r"Embed(ding|der|s)?s?$|TextProjection$|ImageProjection$"), "embedding"),
 )
 # classes of whatever code whose linear layers see a condition, one row for all tokens
-_CONDITIONED = re.compile(r"Ada(ptive)?_?(Layer|RMS|Group|Instance)?_?(Norm|Scale)|AdaLN|FiLM")
+_CONDITIONED = re.compile(
+    r"Ada(ptive)?_?(Layer|RMS|Group|Instance)?_?(Norm|Scale)|Ada[LIG]N|FiLM|"
+    r"Mapping(Net|FeedForward)|TimestepBlock$"
+)
+_TIMED = re.compile(r"Time([sS]teps?)?(?!Series)([A-Z]\w*)?Embed(d(ing|er))?s?(ND)?_?$")
 # names of what a model of diffusers begins and ends with; inside its blocks they mean other things
 _ENDS = (
     (re.compile(r"proj_in$"), "embedding"),
     (
-        re.compile(r"(proj_out(_\d+)?|final_layer(\..*)?|proj_to_clip_embeddings)$"),
+        re.compile(
+            r"(proj_out(_\d+)?|(all_)?final_layer(\..*)?|final_linear|proj_to_clip_embeddings)$"
+        ),
         "final projection",
     ),
 )
@@ -61,6 +67,8 @@ def layer_roles(model: nn.Module) -> dict[str, str]:
                     _assign(found, linears, _joined(name, path), role)
         for path in _conditioned(module):
             _assign(found, linears, _joined(name, path), "modulation")
+        if _TIMED.search(type(module).__name__):
+            _assign(found, linears, name, "time embedding")
     for name, module in _outermost(model):
         for path, _ in module.named_modules():
             for pattern, role in _ENDS:
@@ -72,12 +80,16 @@ def layer_roles(model: nn.Module) -> dict[str, str]:
 
 
 def _conditioned(module: nn.Module) -> Iterator[str]:
-    """Find what turns a condition into shifts and scales, in code of any library."""
+    """Find what turns a condition into shifts and scales, in code of any library.
+
+    DiTs and U-Nets write it as an activation and one layer, whose result may get another shape.
+    """
     if _CONDITIONED.search(type(module).__name__):  # it may hold a whole block, too
         yield from (name for name, child in module.named_children() if is_linear(child))
-    parts = [*module.named_children()] if type(module) is nn.Sequential else []
-    if [type(m) for _, m in parts] == [nn.SiLU, nn.Linear]:  # as DiT and U-Nets write it
-        yield parts[-1][0]
+    parts = module.named_children() if type(module) is nn.Sequential else ()
+    kinds = {n: type(m) for n, m in parts if type(m).__name__ not in ("Unflatten", "Rearrange")}
+    if [*kinds.values()] in ([nn.SiLU, nn.Linear], [nn.Mish, nn.Linear]):
+        yield [*kinds][-1]
 
 
 def _words_as_outputs(model: nn.Module, linears: Mapping[str, nn.Module]) -> list[str]:
