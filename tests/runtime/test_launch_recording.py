@@ -247,6 +247,26 @@ def test_an_address_in_two_inputs_is_not_recorded() -> None:
     assert record(tail, [a, b], [])[1] is None
 
 
+def test_an_input_ends_where_its_elements_end() -> None:
+    buffer = torch.randn(2, 16)
+    left, right = buffer.chunk(2, 1)
+    row = buffer.flatten()[:8]
+
+    def second_row() -> Tensor:
+        y = torch.empty(8)
+        launch(lambda part, out: out.copy_(part), left[1], y)
+        return y
+
+    def behind() -> Tensor:
+        y = torch.empty(8)
+        launch(lambda part, out: out.copy_(part), right[0], y)
+        return y
+
+    assert record(second_row, [left, right], [])[1] is None
+    assert record(behind, [row.expand(4, 8)], [])[1] is None
+    assert record(second_row, [left], [])[1] is not None
+
+
 def test_a_recording_has_as_many_inputs_as_its_call() -> None:
     a, b = torch.randn(2, 5, 7)
     made = record(lambda: twice_plus(a, b), [a, b], [])[1]
@@ -416,6 +436,25 @@ def test_scratch_memory_stays_for_one_stream_and_for_no_graph(
         assert len(scratch) == before + fresh
         last = scratch[1 if not fresh else -1]
         assert made.steps[0].passed[1] == last.data_ptr()
+
+
+def test_scratch_memory_with_gaps_between_rows_is_whole() -> None:
+    x = torch.randn(4, 32)
+
+    def call() -> Tensor:
+        gaps, ones, y = (
+            torch.empty_strided((4, 32), (64, 1)),
+            torch.empty(4, 64),
+            torch.empty(4, 32),
+        )
+        launch(lambda x, out: out.copy_(x), x, gaps)
+        launch(lambda out: out.fill_(1.0), ones)
+        launch(lambda a, b, out: out.copy_(a + b[:, :32]), gaps, ones, y)
+        return y
+
+    made = record(call, [x], [])[1]
+    assert made is not None
+    assert torch.equal(made(x)[0], x + 1)
 
 
 def test_much_scratch_memory_is_given_back() -> None:

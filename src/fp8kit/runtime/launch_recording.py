@@ -222,7 +222,8 @@ def _recording(
         slot = slots.get(tensor.data_ptr())
         if slot is None:
             spans.append(_span(tensor, _SCRATCH, scratch))
-            scratch += -(-tensor.nbytes // _ALIGN) * _ALIGN
+            start, end, *_ = spans[-1]
+            scratch += -(-(end - start) // _ALIGN) * _ALIGN
         elif slot in memory:
             return None
         else:
@@ -276,7 +277,9 @@ def _layouts(result: Tensor, memory: Tensor) -> tuple[Any, Any]:
 
 def _span(tensor: Tensor, slot: int | None, offset: int) -> tuple[int, int, int | None, int]:
     start = tensor.data_ptr()
-    return start, start + tensor.nbytes, slot, offset
+    steps = zip(tensor.shape, tensor.stride(), strict=True)  # expanded, it has less than its bytes
+    last = sum((extent - 1) * step for extent, step in steps) if tensor.numel() else -1
+    return start, start + (last + 1) * tensor.itemsize, slot, offset
 
 
 def _place(
