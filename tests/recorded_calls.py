@@ -98,12 +98,12 @@ class CpuBackends:
         scale = empty_scale(x, group, layout)
         data = torch.empty(x.shape, dtype=dtype) if data is None else data
 
-        def kernel(x: Tensor, data: Tensor, scale: Tensor) -> None:
-            codes, found = quantizer.quantize(x, group, dtype, floor, None, rounding)
+        def kernel(x: Tensor, scale_ub: Tensor | None, data: Tensor, scale: Tensor) -> None:
+            codes, found = quantizer.quantize(x, group, dtype, floor, scale_ub, rounding)
             data.copy_(codes)
             scale.copy_(found)
 
-        launch(kernel, x, data, scale)
+        launch(kernel, x, scale_ub, data, scale)
         return data, scale
 
     def quantize_static(
@@ -148,7 +148,9 @@ class CpuBackends:
         self.calls.append("norm")
         total = None if residual is None else torch.empty(x.shape, dtype=x.dtype)
 
-        def kernel(x: Tensor, residual: Tensor, weight: Tensor, *results: Tensor) -> None:
+        def kernel(
+            target: Target, x: Tensor, residual: Tensor, weight: Tensor, *results: Tensor
+        ) -> None:
             numbers = (eps, weight_offset, rounding)
             found = reference.rms_norm(x, residual, weight, *numbers, target)
             _write(results, found)
@@ -193,7 +195,7 @@ class CpuBackends:
         self.calls.append("norm")
         gain, shift = modulation or (None, None)
 
-        def kernel(x: Tensor, *memory: Tensor) -> None:
+        def kernel(target: Target, x: Tensor, *memory: Tensor) -> None:
             weight, bias, gain, shift, *results = memory
             pair = None if gain is None else (gain, shift)
             found = reference.layer_norm(x, weight, bias, pair, eps, rounding, target)
@@ -211,7 +213,9 @@ class CpuBackends:
     ) -> tuple[Tensor, Tensor]:
         self.calls.append("activate")
 
-        def kernel(gate: Tensor, up: Tensor, left: Tensor, *results: Tensor) -> None:
+        def kernel(
+            target: Target, gate: Tensor, up: Tensor, left: Tensor, *results: Tensor
+        ) -> None:
             _write(results, reference.activation(kind, gate, up, target, left))
 
         columns = 0 if left is None else left.shape[-1]
@@ -256,7 +260,11 @@ def _fused(
     whole = x[..., :1].expand(*x.shape[:-1], columns + x.shape[-1])
     data = torch.empty(whole.shape, dtype=target.dtype)
     scale = empty_scale(whole, target.group, target.scale_layout)
-    launch(kernel, x, *operands, data, scale, total)
+
+    def on_memory(given: Tensor | None, bound: Tensor | None, *memory: Tensor) -> None:
+        kernel(target._replace(scale=given, scale_ub=bound), *memory)
+
+    launch(on_memory, target.scale, target.scale_ub, x, *operands, data, scale, total)
     return data, scale
 
 

@@ -647,19 +647,19 @@ def test_a_product_of_codes_is_recorded(cpu_backends: CpuBackends) -> None:
 
 @pytest.mark.parametrize("registered", [False, True])
 def test_quantizers_are_recorded(registered: bool, cpu_backends: CpuBackends) -> None:
-    dtype, static = torch.float8_e4m3fn, torch.full((1, 1), 0.01)
+    dtype = torch.float8_e4m3fn
     for turn in range(4):
-        x = x_of(5)
+        x, bound, static = x_of(5), torch.tensor(0.5 + turn), torch.full((1, 1), 0.01 + turn)
         cpu_backends.calls.clear()
         if registered:
-            codes, scale = torch.ops.fp8kit.quantize(x, [1, -1], dtype, 1e-12, None, "exact")
+            codes, scale = torch.ops.fp8kit.quantize(x, [1, -1], dtype, 1e-12, bound, "exact")
             given = torch.ops.fp8kit.quantize_static(x, static, [-1, -1], dtype)
         else:
-            q = fp8kit.quantize(x)
+            q = fp8kit.quantize(x, scale_ub=bound)
             codes, scale = q.data, q.scale
             given = fp8kit.quantize(x, TENSOR, scale=static).data
         assert cpu_backends.calls == ([] if turn > 1 else ["quantize", "quantize"])
-        wanted, wanted_scale = reference.quantize(x, ROW, dtype, 1e-12, None, "exact")
+        wanted, wanted_scale = reference.quantize(x, ROW, dtype, 1e-12, bound, "exact")
         assert_bits_equal(codes, wanted)
         assert_bits_equal(scale, wanted_scale)
         assert_bits_equal(given, reference.quantize_static(x, static, TENSOR, dtype))
@@ -667,9 +667,9 @@ def test_quantizers_are_recorded(registered: bool, cpu_backends: CpuBackends) ->
 
 @pytest.mark.parametrize("form", ["alone", "gated", "behind columns", "norm"])
 def test_fused_producers_of_graphs_are_recorded(form: str, cpu_backends: CpuBackends) -> None:
-    options = None, [1, -1], torch.float8_e4m3fn, 1e-12, None, "exact"
     for turn in range(4):
-        x, other = x_of(3), x_of(3)
+        x, other, bound = x_of(3), x_of(3), torch.tensor(0.5 + turn)
+        options = None, [1, -1], torch.float8_e4m3fn, 1e-12, bound, "exact"
         name, body, arguments = {
             "alone": ("activation", fused.activation, (x, None, "silu")),
             "gated": ("activation", fused.activation, (x, other, "silu")),

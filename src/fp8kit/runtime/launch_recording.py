@@ -4,8 +4,8 @@ An eager layer spends its host time on deciding: validation, dispatch, tiles, ar
 one shape the decisions never change, only addresses do. ``record`` runs a function once and keeps
 its launches and allocations; a ``Recording`` repeats them with new inputs: one allocation for each
 result, one for everything the call allocated besides, and the same kernels in the same order. What
-is allocated besides stays for the next call where it is small: addresses that do not change need
-not be passed again.
+is small of the latter, calls of one thread on the default stream share: addresses that do not
+change need not be passed again.
 
 A call can be recorded if all it does on the device is launch kernels of this package, and if every
 address it passes lies in a tensor that is known: an input, a constant operand, or one that was
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _ALIGN = 256  # what a fresh CUDA allocation has, at least
-_MOST_KEPT = 1 << 17  # bytes of scratch memory that a recording keeps: a token of an 8B layer
+_MOST_SHARED = 1 << 17  # bytes of scratch memory that calls share: a token of an 8B layer
 _SCRATCH = -1  # the last slot, if there is any; inputs have those from 0 on, then results
 _aten = torch.ops.aten
 _ALLOCATIONS = (
@@ -43,9 +43,8 @@ _EMPTY: dict[str, Callable[..., Tensor]] = {
     "cpu": _guards._empty_strided_cpu,
     "cuda": _guards._empty_strided_cuda,
 }
-# not in builds without CUDA; with a CUDA tensor at hand nothing has to be initialized first
+# builds without CUDA lack these two; with a CUDA tensor at hand nothing has to be initialized first
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
-_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 _address = Tensor.data_ptr
 _is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
@@ -124,7 +123,6 @@ class Recording:
         self._memory = [memory for memory, _ in layouts]
         self._views = [(i, view) for i, (_, view) in enumerate(layouts) if view is not None]
         self._scratch = scratch
-        self._kept: tuple[int, Tensor] | None = None  # a stream, and scratch memory of its calls
         self._empty = _EMPTY[self.device.type]
         self._starts = [launch.start for launch in self.steps]
         slots = inputs + len(results) + (scratch > 0)
@@ -147,10 +145,10 @@ class Recording:
             stream = _current_stream(index)
         results = [*itertools.starmap(self._empty, self._memory)]
         bases = (*map(_address, inputs), *map(_address, results))
+        if self._scratch:
+            scratch = self._scratch_on(stream)  # held until all have been launched
+            bases += (scratch.data_ptr(),)
         with self._lock:  # between a move and its start no other thread may move
-            if self._scratch:
-                scratch = self._scratch_of(stream)  # not free before all have been launched
-                bases += (scratch.data_ptr(),)
             if bases != self._bases:  # allocators hand the same blocks out again and again
                 self._move(bases)
             for start in self._starts:
@@ -159,18 +157,18 @@ class Recording:
             results[slot] = results[slot].as_strided(*view)
         return results
 
-    def _scratch_of(self, stream: int) -> Tensor:
-        """Return scratch memory: that of earlier calls on a stream, behind which this one runs.
+    def _scratch_on(self, stream: int) -> Tensor:
+        """Return scratch memory; on the default stream that of this thread's other calls.
 
-        A graph gets its own, as it may run on any stream and live longer.
+        These run one after the other, and no graph is captured there. On other streams graphs are,
+        and Inductor warms up for its graphs in memory that it then takes for free.
         """
-        kept, capturing = self._kept, self.index is not None and _capturing()
-        if kept is not None and kept[0] == stream and not capturing:
-            return kept[1]
-        fresh = self._empty((self._scratch,), (1,), torch.uint8)
-        if kept is None and self._scratch <= _MOST_KEPT and not capturing:
-            self._kept = stream, fresh
-        return fresh
+        if stream or self._scratch > _MOST_SHARED:
+            return self._empty((self._scratch,), (1,), torch.uint8)
+        shared: dict[int | None, Tensor] = vars(_local).setdefault("scratch", {})
+        if self.index not in shared:
+            shared[self.index] = self._empty((_MOST_SHARED,), (1,), torch.uint8)
+        return shared[self.index]
 
     def _move(self, bases: tuple[int, ...]) -> None:
         # nothing is known of the launches until all have moved: a move that fails is made again
@@ -222,7 +220,8 @@ def _recording(
         slot = slots.get(tensor.data_ptr())
         if slot is None:
             spans.append(_span(tensor, _SCRATCH, scratch))
-            scratch += -(-tensor.nbytes // _ALIGN) * _ALIGN
+            start, end, *_ = spans[-1]
+            scratch += -(-(end - start) // _ALIGN) * _ALIGN
         elif slot in memory:
             return None
         else:
@@ -276,7 +275,9 @@ def _layouts(result: Tensor, memory: Tensor) -> tuple[Any, Any]:
 
 def _span(tensor: Tensor, slot: int | None, offset: int) -> tuple[int, int, int | None, int]:
     start = tensor.data_ptr()
-    return start, start + tensor.nbytes, slot, offset
+    steps = zip(tensor.shape, tensor.stride(), strict=True)  # expanded, it has less than its bytes
+    last = sum((extent - 1) * step for extent, step in steps) if tensor.numel() else -1
+    return start, start + (last + 1) * tensor.itemsize, slot, offset
 
 
 def _place(
