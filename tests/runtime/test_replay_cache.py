@@ -931,3 +931,20 @@ def test_on_a_gpu_a_graph_has_scratch_memory_of_its_own() -> None:
     graph.replay()
     assert_bits_equal(y, layer(x))
     assert all(bool((block == 255).all()) for block in poison)
+
+
+@torch.no_grad()
+@pytest.mark.gpu
+def test_on_a_gpu_inductor_captures_a_layer_that_is_called_several_times() -> None:
+    layer = made(linear=nn.Linear(512, 512, dtype=torch.bfloat16, device="cuda"))
+
+    def run(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = layer(x)
+        return x
+
+    compiled = torch.compile(run, mode="reduce-overhead")
+    for _ in range(4):
+        x = torch.randn(64, 512, dtype=torch.bfloat16, device="cuda")
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_bits_equal(compiled(x), run(x))
