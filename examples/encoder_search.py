@@ -48,7 +48,7 @@ def main() -> None:
 
     print(fp8kit.convert(dense).summary())
     after = sum(p.nbytes for p in dense.parameters())
-    print(f"weights: {before / 2**20:.1f} MB in bf16, {after / 2**20:.1f} MB in FP8")
+    print(f"weights: {before / 2**20:.1f} MiB in bf16, {after / 2**20:.1f} MiB in FP8")
     close = search(dense, tokenizer, given.query, texts)
     print(f"largest change of a similarity: {(close - found).abs().max():.4f}")
     for name, similarity in (("bf16", found), ("FP8", close)):

@@ -41,15 +41,16 @@ def main() -> None:
         dense = load(source)
         quantized = load(source, quantization_config=choice)
         print(quantized.transformer.hf_quantizer.report.summary())
-        print(f"transformer: {megabytes(dense):.1f} MB dense, {megabytes(quantized):.1f} MB in FP8")
+        print(f"transformer: {mebibytes(dense):.1f} MiB dense, {mebibytes(quantized):.1f} in FP8")
         before, after = (draw(p, given.prompt, given.steps) for p in (dense, quantized))
         print(f"mean difference of a pixel: {np.abs(before - after).mean():.4f} of 1")
 
         quantized.save_pretrained(out)
         again = draw(load(out), given.prompt, given.steps)
         assert np.array_equal(again, after), "what was saved draws the same image"
-        print(f"saved, loaded, and drawn again to the bit: {out if given.out else 'a folder'}")
+        print("saved, loaded, and drawn again to the bit")
         if given.out:
+            print(f"kept in {out}")
             diffusers.image_processor.VaeImageProcessor.numpy_to_pil(after)[0].save(
                 out / "image.png"
             )
@@ -74,7 +75,7 @@ def draw(pipeline: Any, prompt: str, steps: int) -> np.ndarray:
     return image
 
 
-def megabytes(pipeline: Any) -> float:
+def mebibytes(pipeline: Any) -> float:
     """Return the size of the transformer's weights."""
     return sum(p.nbytes for p in pipeline.transformer.parameters()) / 2**20
 

@@ -263,6 +263,7 @@ def test_explain_of_high_precision_names_the_command(tmp_path: Path) -> None:
         ("pass overwrite=True.", "pass --overwrite."),
         ("Use fp8kit.load(dir, scheme='FP8').", "Use fp8kit.load(dir, scheme='FP8')."),
         ("Got unfit='drop'.", "Got --unfit drop."),
+        ("Got dialect='deepseek'.", "Got --dialect deepseek."),
         ("Got sideways=3.", "Got sideways=3."),
     ],
 )

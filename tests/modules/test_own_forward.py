@@ -249,3 +249,21 @@ def test_compressed_tensors_offloads_a_model() -> None:
         expected = model(IDS).logits
         offload.offload_model(model, torch.device("cpu"))
         assert_bits_equal(model(IDS).logits, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["norm", "layers.0.self_attn", "layers.0"])
+def test_a_module_alone_is_exported_with_the_shapes_of_its_class(path: str) -> None:
+    model = tiny_experts.tiny("Llama").eval()
+    fp8kit.convert(model)
+    module, x = model.model.get_submodule(path), torch.randn(1, 6, model.config.hidden_size)
+    assert isinstance(module.forward, ModuleForward)
+    tokens, x = torch.export.Dim("tokens", min=2, max=64), x.to(model.dtype)
+    angles = model.model.rotary_emb(x, torch.arange(6)[None])
+    others = {} if path == "norm" else {"position_embeddings": angles, "attention_mask": None}
+    shapes: dict[str, Any] = {"hidden_states": {1: tokens}}
+    if others:
+        shapes |= {"position_embeddings": ({1: tokens}, {1: tokens}), "attention_mask": None}
+    program = torch.export.export(module, (x,), others, dynamic_shapes=shapes)
+    found, expected = program.module()(x, **others), module(x, **others)
+    assert_bits_equal(*((r[0] if isinstance(r, tuple) else r) for r in (found, expected)))

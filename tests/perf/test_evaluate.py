@@ -172,6 +172,12 @@ def test_logits_that_a_mask_made_infinite() -> None:
     assert 0 < found.kl < 0.1
 
 
+def test_a_model_that_is_sure_of_wrong_tokens_has_infinite_perplexity() -> None:
+    found = evaluated(64, lambda logits: logits * 1e4)
+    assert found.perplexity == found.reference_perplexity == math.inf
+    assert "perplexity: inf -> inf" in str(found)
+
+
 def test_outputs_of_a_length_that_is_computed() -> None:
     lengths = iter((3, 2))
     found = evaluated(64, lambda logits: logits[:, : next(lengths)])

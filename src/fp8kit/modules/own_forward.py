@@ -6,6 +6,7 @@ optimizers' groups, savers. Where kernels may not compute, the class does.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -82,6 +83,16 @@ class ModuleForward:
     def __func__(self) -> Any:
         """What a method has, for libraries that wrap it: the class's ``forward``."""
         return type(self.module).forward
+
+    @property
+    def __code__(self) -> Any:
+        """Where it is written, for ``torch.export``: in the class."""
+        return self.__func__.__code__
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The arguments of the class's ``forward``, by which dynamic shapes are given."""
+        return inspect.signature(self.__func__.__get__(self.module))
 
     def replica(self) -> nn.Module:
         """Replicate the module for ``DataParallel``: what this holds is on another GPU."""

@@ -200,7 +200,7 @@ class _Tokens:
 
     def __init__(self) -> None:
         self.kl = self.equal = self.compared = 0.0
-        self.losses, self.predicted = [0.0, 0.0], 0
+        self.losses, self.predicted = torch.zeros(2, dtype=torch.float64), 0
 
     def add(self, expected: Any, got: Any, batch: Batch) -> None:
         wanted, found = getattr(expected, "logits", None), getattr(got, "logits", None)
@@ -229,7 +229,7 @@ class _Tokens:
         if self.compared:
             kl, agreement = self.kl / self.compared, self.equal / self.compared
         if self.predicted:
-            reference, perplexity = (math.exp(loss / self.predicted) for loss in self.losses)
+            reference, perplexity = (self.losses / self.predicted).exp().tolist()
         return kl, agreement, perplexity, reference
 
 

@@ -29,7 +29,7 @@ def _render(spec: Spec) -> JsonObject:
             spec,
             "autofp8",
             "This dialect holds one scale per tensor, the same scheme everywhere.",
-            "Write dialect compressed-tensors, or convert with FP8 or FP8_TENSOR.",
+            "Write dialect compressed-tensors, or quantize the original to FP8 or FP8_TENSOR.",
         )
     return {
         "quant_method": "fp8",

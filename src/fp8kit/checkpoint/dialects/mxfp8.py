@@ -35,7 +35,7 @@ def _render(spec: Spec) -> JsonObject:
             spec,
             "mxfp8",
             "This dialect holds MX weights and activations, everywhere the same.",
-            "Write dialect compressed-tensors, or convert with MXFP8.",
+            "Write dialect compressed-tensors, or quantize the original to MXFP8.",
         )
     return {
         "quant_method": "mxfp8",

@@ -94,7 +94,7 @@ def _render(spec: Spec) -> JsonObject:
             spec,
             "fp8",
             "This dialect holds 128x128 blocks or one scale per tensor, the same everywhere.",
-            "Write dialect compressed-tensors, or convert with FP8_BLOCK.",
+            "Write dialect compressed-tensors, or quantize the original to FP8_BLOCK.",
         )
     return {
         "quant_method": "fp8",
