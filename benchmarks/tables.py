@@ -489,6 +489,7 @@ def whole_model(found: dict[str, Any]) -> str:
         columns = ["way", "sequences", "tokens of each", *variants]
         return table(columns, [[*h, *c] for h, c in zip(heads, cells, strict=True)]).rstrip()
 
+    first = [row for row in rows if row["way"] in FIRST]
     parts = [
         f"{found['what'][:1].upper()}{found['what'][1:]}; FP8 is `{found['scheme']}`. Tokens per "
         "second of all sequences together, and speed-up over bf16. Captured cases are timed on the "
@@ -496,14 +497,14 @@ def whole_model(found: dict[str, Any]) -> str:
         lines(rate, rows),
         "The most memory in GB, with all weights.",
         lines(lambda row, v: f"{row['peak_gb'][v]:.1f}", rows),
-        "The first call divided by a later one; fp8kit was warmed up before. No memory is cached "
-        "then: what a first call allocates comes from the driver.",
-        lines(
-            lambda row, v: f"{row['first_us'][v] / row['us'][v]:.1f}",
-            [row for row in rows if row["way"] in FIRST],
-        ),
-        *(f"Did not run: {why}" for why in failed),
     ]
+    if first:
+        parts += [
+            "The first call divided by a later one; fp8kit was warmed up before. No memory is "
+            "cached then: what a first call allocates comes from the driver.",
+            lines(lambda row, v: f"{row['first_us'][v] / row['us'][v]:.1f}", first),
+        ]
+    parts += [f"Did not run: {why}" for why in failed]
     return "\n\n".join(parts) + "\n"
 
 
@@ -546,6 +547,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "generation_compiled": ("The whole Llama-8B, all 32 layers", whole_model),
     "generation_qwen": ("A mixture of experts, as Transformers runs it", whole_model),
     "diffusion": ("A Flux transformer, as diffusers runs it", whole_model),
+    "diffusion_h100": ("The whole Flux transformer, compiled, on an H100", whole_model),
     "host": ("The host's time of an eager call", host),
     "streaming": ("Quantizing a checkpoint on a CPU", streaming),
     "lora": ("LoRA training on an FP8 base", lora),
