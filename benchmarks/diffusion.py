@@ -63,8 +63,13 @@ def transformer(setup: Setup, device: torch.device) -> Any:
     sizes = {"attention_head_dim": 32, "num_attention_heads": 4} if setup.tiny else {}
     sizes |= {"joint_attention_dim": 128, "axes_dims_rope": (8, 12, 12)} if setup.tiny else {}
     blocks = {"num_layers": setup.double, "num_single_layers": setup.single}
-    with device:
-        model = diffusers.FluxTransformer2DModel(**blocks, guidance_embeds=True, **sizes)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # fp32 parameters of three variants would not fit
+    try:
+        with device:
+            model = diffusers.FluxTransformer2DModel(**blocks, guidance_embeds=True, **sizes)
+    finally:
+        torch.set_default_dtype(before)
     return model.to(torch.bfloat16).eval()
 
 
