@@ -220,6 +220,16 @@ def test_a_bash_snippet_can_fail(line: str, faked_cuda: Callable[..., None]) -> 
         run_bash(f"```bash\n{line}\n```\n")
 
 
+def unmerged(text: str) -> list[str]:
+    """Return the lines by which a merge marks what it could not decide."""
+    return re.findall(r"^(?:<{7}|>{7}).*$", text, re.MULTILINE)
+
+
+def test_documents_are_merged() -> None:
+    assert unmerged("one\n<<<<<<< HEAD\ntwo\n>>>>>>> other\n")
+    assert not [line for path in DOCUMENTS for line in unmerged(path.read_text())]
+
+
 def test_libraries_of_snippets_are_found() -> None:
     text = "```python\nimport diffusers\nfrom peft.tuners import lora\n```\nimport ray\n"
     assert libraries(text) == {"diffusers", "peft"}
