@@ -20,7 +20,7 @@ from fp8kit.ops import bodies
 from fp8kit.ops.registration import library, refuse_backward, register
 from fp8kit.quantizers.scale_layout import empty_scale
 from fp8kit.runtime.joined_memory import as_one
-from fp8kit.runtime.replay_cache import Operator, cache_on, call_on
+from fp8kit.runtime.replay_cache import Operator, cache_on, call_on, hashable
 from fp8kit.runtime.weight_hazards import join
 
 # below torch.library nobody else looks on: where a call cannot be replayed, its body runs
@@ -48,7 +48,7 @@ def _scaled_mm(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) -> Te
         constants = (None, *constants)
     else:
         inputs = (x, x_scale)
-    options = (_hashable(x_group), _hashable(w_group), *rest)
+    options = (hashable(x_group), hashable(w_group), *rest)
     return call_on(w, _SCALED_MM_BODY, inputs, constants, options)
 
 
@@ -59,7 +59,7 @@ def _scaled_mm_fake(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) 
 
 def _linear(x: Tensor, *others: Any) -> Tensor:
     constants, (x_group, w_group, *rest) = others[:5], others[5:]
-    options = (_hashable(x_group), _hashable(w_group), *rest)
+    options = (hashable(x_group), hashable(w_group), *rest)
     return call_on(constants[0], _LINEAR_BODY, (x,), constants, options)
 
 
@@ -95,10 +95,6 @@ def _joined_linear(
 
 def _joined_linear_fake(x: Tensor, w: list[Tensor], *others: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], sum(t.shape[0] for t in w), dtype=others[-1] or x.dtype)
-
-
-def _hashable(group: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if group is None else tuple(group)
 
 
 QUANTIZE = register(

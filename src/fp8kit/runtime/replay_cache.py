@@ -237,13 +237,15 @@ def replayed(body: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(body)
     def call(*arguments: Any) -> Any:
         inputs = [a for a in arguments if isinstance(a, Tensor)]
-        places = tuple(
-            Tensor if isinstance(a, Tensor) else tuple(a) if isinstance(a, list) else a
-            for a in arguments
-        )
+        places = tuple(Tensor if isinstance(a, Tensor) else hashable(a) for a in arguments)
         return replays.call(operator, inputs, (), (places,))
 
     return call
+
+
+def hashable(option: Any) -> Any:
+    """Return an option of an operator, to which torch gives lists, as a key holds it."""
+    return tuple(option) if isinstance(option, list) else option
 
 
 def key(operator: Operator, inputs: Sequence[Tensor], options: Options) -> Key:
