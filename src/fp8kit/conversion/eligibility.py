@@ -82,6 +82,7 @@ class Eligibility:
             or _of_holder(holders.values())
             or self._of_class(module, wanted)
             or self._of_names(names)
+            or (_OFFLOADED if module in self._offloaded else "")
             or self._read.get(module, "")
             or _of_names_taken(module)
             or self._of_weight(module.get_parameter("weight"), wanted or merged)
@@ -111,6 +112,8 @@ class Eligibility:
             return "its forward was replaced on the instance"
         if hasattr(module, "_hf_hook"):
             return _DISPATCHED
+        if module in self._offloaded:
+            return _OFFLOADED
         if parametrize.is_parametrized(module):
             return "its stacks are parametrized; remove the parametrization first"
         for stack in stacks.names:
@@ -131,9 +134,8 @@ class Eligibility:
         return ""
 
     def _of_names(self, names: Sequence[str], kind: str = "weight") -> str:
-        if any(kept.match(f"{name}.{kind}") for kept in self._kept for name in names):
-            return "the model keeps it in float32"
-        return _OFFLOADED if self._model.get_submodule(names[0]) in self._offloaded else ""
+        kept = any(kept.match(f"{name}.{kind}") for kept in self._kept for name in names)
+        return "the model keeps it in float32" if kept else ""
 
     def _of_owner(self, weight: nn.Parameter) -> str:
         if isinstance(weight, FakeTensor):
