@@ -208,7 +208,7 @@ class _RunWatch:
             self.handles.append(
                 module.register_forward_pre_hook(self._inputs(name), with_kwargs=True)
             )
-            self.handles.append(module.register_forward_hook(self._outputs(name)))
+            self.handles.append(module.register_forward_hook(self._outputs(name, module)))
 
     def check(self) -> None:
         """Raise what the run has shown to be wrong."""
@@ -252,17 +252,18 @@ class _RunWatch:
 
         return hook
 
-    def _outputs(self, name: str) -> Callable[..., Any]:
+    def _outputs(self, name: str, module: nn.Module) -> Callable[..., Any]:
         producer = name in {k.source for k in self.links}
+        waits = producer and computed_activation(module) is not None  # for the layer behind it
 
-        def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
             parts = out if isinstance(out, tuple) else (out,)
             self._look(name, parts)
             if not producer:
                 return None
             stand_in = torch.full_like(parts[0], torch.nan)
             self.real[name] = (stand_in, parts[0])
-            if args and computed_activation(module) is not None:  # the layer will compute it
+            if args and waits:
                 self.inputs[name] = (args[0], args[0].clone())
             self.reads[name] = self.reads.get(name, 0) + 1
             return (stand_in, *parts[1:]) if isinstance(out, tuple) else stand_in
