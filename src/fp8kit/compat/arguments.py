@@ -44,7 +44,7 @@ def teaches(function: Function) -> Function:
                     raise InvalidType(
                         f"Got {name} of type {type(value).__name__}.",
                         f"{function.__qualname__} takes {' or '.join(kinds)} there.",
-                        f"Pass {name}= by name, so that no other argument takes its place.",
+                        "Pass a torch.Tensor." if "Tensor" in kinds else f"Pass {name}= by name.",
                     ) from error
             raise
 
