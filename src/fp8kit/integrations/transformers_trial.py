@@ -201,9 +201,7 @@ def _try(model: Any, quantization: JsonObject, kinds: Kinds) -> _Trial:
     places = {n: place for n, (place, _) in renamed(model, rules, kinds).items()}
     layers = sort_names(kinds).layers
     filled = {places[parts.weight] for parts in layers.values()}
-    own = {
-        n for parts in layers.values() for n in (parts.weight, *parts.scales, *parts.input_scales)
-    }
+    own = {n for p in layers.values() for n in (p.weight, *p.scales, *p.input_scales)}
     mixed = [n for n, place in places.items() if place in filled and n not in own]
     trial = _Trial(kind, set(info.missing_keys), [], [], set(), mixed, errors)
     for name, parts in layers.items():

@@ -29,9 +29,12 @@ def takes_codes(scheme: Scheme) -> bool:
 def target(scheme: Scheme) -> arguments.QuantizeOptions:
     """Return the keywords of ``fp8kit.fused`` that quantize as the layers of a scheme do."""
     group = activation_group(scheme)
-    rounding, layout = default_rounding(group, scheme.ue8m0), product_layout(group)
-    kind: arguments.QuantizeOptions = {"group": group, "dtype": scheme.dtype}
-    return {**kind, "scale_rounding": rounding, "scale_layout": layout}
+    return {
+        "group": group,
+        "dtype": scheme.dtype,
+        "scale_rounding": default_rounding(group, scheme.ue8m0),
+        "scale_layout": product_layout(group),
+    }
 
 
 def codes_call(

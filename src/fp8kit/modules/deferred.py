@@ -122,9 +122,8 @@ def _concatenated(tensors: Sequence[Any], dim: int = 0, **others: Any) -> Deferr
     if others or len(tensors) != 2:
         return None
     left, right = tensors
-    if type(left) is not Tensor or not isinstance(right, Deferred):
-        return None
-    if right.made is not None or right.joined:
+    waits = isinstance(right, Deferred) and right.made is None and not right.joined
+    if type(left) is not Tensor or not waits:
         return None
     gate, up, _ = right.operands()
     alike = (left.dtype, left.device) == (gate.dtype, gate.device)

@@ -378,8 +378,8 @@ class Fp8Experts(ExpertTensors):
         return f"{sizes}, {self.activation}, scheme={self.scheme}, dtype={self.compute_dtype}"
 
     def _matrices(self) -> dict[str, tuple[int, int]]:
-        (up, down), hidden, inner = self.stacks.names, self.hidden_size, self.intermediate_size
-        return {up: (self.activation.columns(inner), hidden), down: (hidden, inner)}
+        (first, down), hidden, inner = self.stacks.names, self.hidden_size, self.intermediate_size
+        return {first: (self.activation.columns(inner), hidden), down: (hidden, inner)}
 
     def _hold(self, name: str, tensor: Tensor | None) -> None:
         if tensor is not None and not isinstance(tensor, nn.Parameter):

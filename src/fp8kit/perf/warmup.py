@@ -322,8 +322,7 @@ def _rotary(module: nn.Module, forward: RotaryForward) -> _Run | None:
         for rows in {1, lead[0]}:
             forward.rotate(q, k, *x.new_zeros(2, rows, lead[1], width))
 
-    kind = ("rotary", type(module), *map(_layer_kind, fp8))
-    return _Run(kind, fp8[0].weight.device, call)
+    return _Run(("rotary", type(module), *map(_layer_kind, fp8)), fp8[0].weight.device, call)
 
 
 def _own(module: nn.Module, forward: OwnForward) -> _Run:
