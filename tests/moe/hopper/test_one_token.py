@@ -96,12 +96,13 @@ def test_other_tokens_and_wide_layers_are_not_served() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_both_kernels_compile(case: str, kernel: str) -> None:
     operands, problem = described(*make(case))
-    found = cuda_resources(sources.one_token_source(one_token.variant(operands, problem), kernel))
-    threads, dynamic = one_token.block(problem, kernel)
-    # two blocks of downs run in an SM
-    most = 2 if kernel == "downs" else 1
-    assert found["registers"] * threads * most <= 65536
-    assert (found["shared"] + dynamic + 1024) * most <= 228 * 1024
+    variant = one_token.variant(operands, problem)
+    found = cuda_resources(sources.one_token_source(variant, kernel))
+    if kernel == "downs":  # two blocks run in an SM
+        assert found["registers"] * 32 * variant.down_warps * 2 <= 65536
+        assert found["shared"] + one_token.down_bytes(problem) + 1024 <= 228 * 1024 // 2
+    else:
+        assert found["shared"] + one_token.gate_bytes(problem) + 1024 <= 228 * 1024
 
 
 def run(*given: Any) -> Tensor:

@@ -1,9 +1,8 @@
 """A layer of experts of one token: two kernels of dot products.
 
-``gates_and_ups.cu`` stores what is activated, and ``downs.cu`` the result.
-
-One token reads the weights of its experts once and multiplies little, so what tiles of tokens need,
-their sort, a quantizer and the sum of rows, is a good part of the time.
+``gates_and_ups.cu`` stores activated values, and ``downs.cu`` the result. One token reads the
+weights of its experts once and multiplies little, so what tiles of tokens need, their sort, a
+quantizer and the sum of rows, is a good part of the time.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ def serves(problem: ExpertsProblem) -> bool:
     """
     if problem.m != 1 or problem.batch_invariant or problem.top_k > _MOST_PAIRS:
         return False
-    gates = _gate_bytes(problem) + problem.hidden + _STATIC_SMEM
-    return gates <= SMEM and _down_bytes(problem) + _STATIC_SMEM <= SMEM // 2
+    gates = gate_bytes(problem) + problem.hidden + _STATIC_SMEM
+    return gates <= SMEM and down_bytes(problem) + _STATIC_SMEM <= SMEM // 2
 
 
 def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
@@ -68,7 +67,7 @@ def _gates_and_ups(operands: ExpertOperands, problem: ExpertsProblem, h: Tensor)
         *(ctypes.c_float(v) for v in (act.limit or 0.0, act.alpha, act.up_offset)),
         *pointers(h),
     )
-    kernel = _kernel(operands, problem, "gates_and_ups")
+    kernel = _gates_kernel(variant(operands, problem), gate_bytes(problem), x.device.index)
     return Launch(kernel, ids.numel() * (inner // _ROWS), arguments)
 
 
@@ -81,7 +80,7 @@ def _downs(operands: ExpertOperands, problem: ExpertsProblem, h: Tensor, y: Tens
         *_weights(w, problem),
         *pointers(y),
     )
-    kernel = _kernel(operands, problem, "downs")
+    kernel = _downs_kernel(variant(operands, problem), down_bytes(problem), y.device.index)
     return Launch(kernel, min(problem.hidden // _ROWS, kernel.most_blocks), arguments)
 
 
@@ -117,32 +116,25 @@ def _down_warps(problem: ExpertsProblem) -> int:
     return min(_MOST_DOWN_WARPS, -(-_groups(problem) // 2))
 
 
-def _gate_bytes(problem: ExpertsProblem) -> int:
+def gate_bytes(problem: ExpertsProblem) -> int:
+    """Return the dynamic shared memory of a block of the first kernel: its weights."""
     return 2 * _ROWS * problem.hidden
 
 
-def _down_bytes(problem: ExpertsProblem) -> int:
-    """Return the shared memory of weights, codes and scales of the intermediate, and factors."""
+def down_bytes(problem: ExpertsProblem) -> int:
+    """Return that of the second: weights, codes and scales of the intermediate, and factors."""
     groups, rows = _groups(problem), problem.top_k * _ROWS
     factors = groups if problem.w_group == BLOCK else rows
     return rows * problem.intermediate + groups * (GROUP + 4) + 4 * factors
 
 
-def block(problem: ExpertsProblem, kernel: str) -> tuple[int, int]:
-    """Return the threads of a block of a kernel, and the bytes of its dynamic shared memory."""
-    if kernel == "gates_and_ups":
-        return _GATE_THREADS, _gate_bytes(problem)
-    return 32 * _down_warps(problem), _down_bytes(problem)
-
-
-def _kernel(operands: ExpertOperands, problem: ExpertsProblem, name: str) -> cuda_launch.Kernel:
-    built, index = variant(operands, problem), operands.x.device.index
-    return _loaded(built, name, *block(problem, name), index)
+@functools.cache
+def _gates_kernel(built: OneTokenVariant, shared: int, device: int) -> cuda_launch.Kernel:
+    source, place = one_token_source(built, "gates_and_ups"), torch.device("cuda", device)
+    return cuda_launch.Kernel(source, "gates_and_ups", _GATE_THREADS, 1, shared, place)
 
 
 @functools.cache
-def _loaded(
-    built: OneTokenVariant, name: str, threads: int, shared: int, device: int
-) -> cuda_launch.Kernel:
-    place = torch.device("cuda", device)
-    return cuda_launch.Kernel(one_token_source(built, name), name, threads, 1, shared, place)
+def _downs_kernel(built: OneTokenVariant, shared: int, device: int) -> cuda_launch.Kernel:
+    source, place = one_token_source(built, "downs"), torch.device("cuda", device)
+    return cuda_launch.Kernel(source, "downs", 32 * built.down_warps, 1, shared, place)
