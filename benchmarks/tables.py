@@ -533,6 +533,10 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
         "Whole layers of experts on an H100, whose weights wait for the kernel before",
         experts,
     ),
+    "experts_h100_one_token": (
+        "One token of experts on an H100, by kernels of its own",
+        experts,
+    ),
     "quantizers": ("Quantizing activations", quantizers),
     "fused": ("Norms and activations that write FP8", fused),
     "decoder_layer": ("A Llama-8B decoder layer", decoder_layer),

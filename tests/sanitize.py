@@ -69,7 +69,7 @@ TRITON_KERNELS = (
     "combine_kernel",
     "_choose_kernel",
 )
-EXPERT_KERNELS = ("sort_and_quantize", "grouped_gemm", "combine_rows")
+EXPERT_KERNELS = ("sort_and_quantize", "grouped_gemm", "combine_rows", "gates_and_ups", "downs")
 OWN_KERNELS = ("hopper_gemm", "cluster_rows_kernel", *EXPERT_KERNELS)
 KERNELS = (*OWN_KERNELS, *TRITON_KERNELS)
 TOOLS = ("memcheck", "racecheck")
@@ -330,16 +330,15 @@ def expert_calls(device: str) -> Calls:
 
 
 def hopper_expert_calls(device: str = "cuda") -> Calls:
-    """Return calls of the CUDA kernels of experts: every configuration, few pairs and many."""
+    """Return calls of the CUDA kernels of experts: one token, and every configuration of others."""
     calls: Calls = {}
     sizes = ((3, 256), (90, 256), (90, 640))  # tokens and I; above 512 large tiles do not gather
-    for pair, (tokens, inner), config in itertools.product(
-        (PAIRS[0], PAIRS[2]), sizes, GROUPED_CONFIGS
-    ):
-        if inner > 512 and config.swap_ab:
+    configurations = [*itertools.product(sizes, GROUPED_CONFIGS), ((1, 256), None)]
+    for pair, ((tokens, inner), config) in itertools.product((PAIRS[0], PAIRS[2]), configurations):
+        if inner > 512 and config is not None and config.swap_ab:
             continue
         with torch.device(device):
-            layer = random_layer(pair, sizes=(3, 144, inner), biases=tokens == 3)
+            layer = random_layer(pair, sizes=(3, 144, inner), biases=tokens <= 3)
             x, weights = torch.randn(tokens, 144).bfloat16(), torch.rand(tokens, 2)
             ids = torch.randint(-1, 2, (tokens, 2))
         given = operator_arguments(layer, x, ids, weights)

@@ -1,58 +1,6 @@
-// PTX instructions by name: mbarriers, TMA, WGMMA, named barriers.
+// PTX instructions by name: TMA, WGMMA, named barriers.
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
-
-// Return whether the phase with this parity has completed, without waiting.
-__device__ __forceinline__ bool barrier_test(u32 barrier, u32 parity) {
-  u32 done;
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.b32 %0, 1, 0, done;\n}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  return done;
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
-}
-
-// The same, for a phase that other blocks of the cluster complete.
-__device__ __forceinline__ void barrier_wait_cluster(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
-}
-
-// Arrive, and expect bytes of TMA before the phase completes.
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Arrive after shared memory was read into `read`, a combination of all the values. The hardware may
-// let an arrival overtake reads that queue behind stores of other warps, whatever the program order,
-// unless the arrival depends on the values: here through two predicates the compiler cannot fold.
-// One load serves all lanes of a converged warp, so one lane's dependence is enough.
-__device__ __forceinline__ void barrier_arrive_after(u32 barrier, u32 read) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.eq.u32 p, %1, 0xffffffff;\n"
-      "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n"
-      "@!p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier), "r"(read)
-      : "memory");
-}
-
-// Copies 4 bytes to shared memory, for cp.async.wait_all.
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared(to)), "l"(from) : "memory");
-}
 
 // True in one lane of a converged warp. Values that depend on the block alone stay in uniform
 // registers, which TMA needs; with `lane == 0` the compiler wraps each TMA in a loop.

@@ -12,6 +12,7 @@ from fp8kit.runtime import nvrtc
 SOURCES = (
     "quantizers/encode.cuh",
     "matmul/hopper/config.cuh",
+    "matmul/hopper/barriers.cuh",
     "matmul/hopper/ptx.cuh",
     "matmul/hopper/pipeline.cuh",
     "matmul/hopper/scheduler.cuh",

@@ -4,10 +4,10 @@ Pairs of a token and an expert are sorted, and tokens are quantized into rows in
 (``pairs.cu``; many pairs are sorted by a kernel of their own). One grouped GEMM multiplies them by
 gates and ups, activates and quantizes; one multiplies the result and puts each row where its pair
 belongs (``grouped_gemm.cu``; for few pairs both are one kernel). The rows of each token are added
-in their order (``combine.cu``).
+in their order (``combine.cu``). One token has two kernels of its own (``one_token.py``).
 
 Nothing waits for the host. Rows of pairs have the dtype of the input. The bits of a token's result
-depend on nothing but the token.
+depend on nothing but the token, and on whether it is alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape, min_scale
 from fp8kit.matmul.hopper.tile_config import round_up
 from fp8kit.matmul.tma_operands import ALIGN
 from fp8kit.moe import self_check
+from fp8kit.moe.hopper import one_token
 from fp8kit.moe.hopper.launches import (
+    SCALES,
     Call,
     Launch,
     Rows,
@@ -59,7 +61,6 @@ from fp8kit.runtime import cuda_launch, nvrtc
 _MOST_PAIRS = 2**21  # an expert's tiles of 64 are counted in 15 bits
 _CHECKED_TOKENS = 97  # more pairs than are few
 _CHECKED_FEW = 2  # whose pairs have narrow tiles
-_SCALES = {ROW: 0, GROUP128: 1, TENSOR: 2}  # of tokens, as ``pairs.cu`` counts them
 # rows of a token that a thread loads together, by whether pairs are few: more hide latency, fewer
 # raise occupancy
 _AT_ONCE = {True: 8, False: 2}
@@ -73,6 +74,8 @@ def supports(problem: ExpertsProblem | GroupedProblem) -> str | None:
     lacking = _lacking(problem)
     if lacking or not torch.cuda.is_available():
         return lacking
+    if one_token.serves(problem):
+        return self_check.failure(problem, one_token.experts, tokens=1)
     return (
         self_check.failure(problem, experts)
         or self_check.failure(problem, experts, _CHECKED_FEW)
@@ -92,7 +95,7 @@ def _lacking(problem: ExpertsProblem) -> str | None:
         return "takes bf16 and fp16"
     if problem.w_dtype != torch.float8_e4m3fn:
         return "multiplies e4m3fn codes only"
-    if problem.x_group not in _SCALES or problem.w_group not in (ROW, TENSOR, BLOCK):
+    if problem.x_group not in SCALES or problem.w_group not in (ROW, TENSOR, BLOCK):
         return f"has no {problem.x_group} by {problem.w_group} scales"
     if problem.x_group == TENSOR and not problem.static_input:
         return "takes scales per tensor only if they are given"
@@ -126,6 +129,8 @@ def experts(
     """Compute a layer of experts; ``config`` is in place of the choice by the number of pairs."""
     # copies, if any, are made first: behind that kernels start before their predecessors have ended
     operands = _loadable(operands)
+    if config is None and one_token.serves(problem):
+        return one_token.experts(operands, problem)
     x, pairs = operands.x, operands.ids.numel()
     config = config or choose(pairs, problem.experts, _whole_blocks(problem))
     tiles = config.token_tiles(pairs, problem.experts)
@@ -199,7 +204,7 @@ def _quantization(call: Call, rows: Rows) -> list[Launch]:
     """Sort the pairs, and quantize each token into the rows of its pairs."""
     (x, _, _, ids, _), problem, config, found = call
     tokens, vectors = x.shape[0], problem.hidden // VECTOR
-    how = (_SCALES[rows.group], config.tokens, x.dtype)
+    how = (SCALES[rows.group], config.tokens, x.dtype)
     sizes = (gathers(call), -(-vectors // THREADS), *how)
     variants = [PairsVariant(THREADS, 1, int(few(call)), True, *sizes)]
     if not few(call):

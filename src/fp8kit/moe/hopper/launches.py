@@ -5,13 +5,15 @@ from __future__ import annotations
 import ctypes
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from fp8kit.formats import GROUP128, GroupShape
+from fp8kit.formats import GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.moe.hopper.tile_config import FEW_PAIRS, GroupedConfig
-from fp8kit.moe.problem import ExpertOperands, ExpertsProblem
+from fp8kit.moe.problem import ExpertOperands, ExpertsProblem, ExpertWeights
 from fp8kit.runtime import cuda_launch
 
+SCALES = {ROW: 0, GROUP128: 1, TENSOR: 2}  # of tokens, as ``token.cuh`` counts them
 # times that a product copies rows of tokens in large tiles, rather than reads rows copied before it
 _MOST_GATHERED = 4
 
@@ -72,6 +74,11 @@ def gathers(call: Call) -> bool:
 def row_pitch(rows: Rows) -> int:
     """Return the elements from group to group of scales; 0 without groups."""
     return rows.scale.stride(0) if rows.group == GROUP128 else 0
+
+
+def bias_dtype(w: ExpertWeights) -> torch.dtype:
+    """Return the dtype that a kernel reads a bias in; that of one that is not there is float32."""
+    return torch.float32 if w.bias is None else w.bias.dtype
 
 
 def pointers(*tensors: Tensor | None) -> list[Any]:

@@ -123,19 +123,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_and_quantize(
     float* scales, int scale_pitch, const float* given_scale, float min_scale) {
   extern __shared__ __align__(16) int own_rows[];  // of the block's token; or counts of experts
   __shared__ u32 maxima[THREADS / 32];
-  const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int token = blockIdx.x;
   [[maybe_unused]] const Routes routes = {ids, id_bytes, pairs, experts};
   // beside a sort that has waited for what is older
   if (SORTS) asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  uint4 held[VECTORS];
-  if (QUANTIZES) {
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
-      const int at = threadIdx.x + i * THREADS;
-      held[i] = at < vectors ? ((const uint4*)(x + token * x_row_bytes))[at] : make_uint4(0, 0, 0, 0);
-    }
-  }
+  HeldToken<THREADS> held;
+  if (QUANTIZES) held.load((const uint4*)(x + token * x_row_bytes), vectors);
 #if SORTS == 2
   sort_many(routes, (u32*)own_rows, tiles, tile_count, [&](int pair, int row) {
     row_of_pair[pair] = row;
@@ -164,43 +158,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_and_quantize(
     for (int i = threadIdx.x; i < top_k; i += THREADS) own_rows[i] = __ldcg(row_of_pair + token * top_k + i);
     __syncthreads();
   };
-  float scale = 0, reciprocal = 0, of_group[VECTORS];
-  if (SCALES == 0) {
-    const u32 magnitude = __reduce_max_sync(~0u, largest(held));
-    if (lane == 0) maxima[warp] = magnitude;
-  }
+  held.put_maximum(maxima);
   __syncthreads();  // own_rows, maxima
-  if (SCALES == 0) {
-    u32 magnitude = 0;
-#pragma unroll
-    for (int w = 0; w < THREADS / 32; w++) magnitude = max(magnitude, maxima[w]);
-    scale = scale_of(magnitude, min_scale);
-  }
-  if (SCALES == 2) scale = *given_scale;
-  if (SCALES != 1) reciprocal = __frcp_rn(scale);
   if (!SORTS && !GATHERED) load_rows();
-#pragma unroll
-  for (int i = 0; i < VECTORS; i++) {
-    const int at = threadIdx.x + i * THREADS;
-    if (SCALES == 1) {  // 16 lanes hold a group
-      u32 magnitude = largest((const uint4(&)[1])held[i]);
-#pragma unroll
-      for (int other = 1; other < 16; other *= 2)
-        magnitude = max(magnitude, __shfl_xor_sync(~0u, magnitude, other));
-      scale = of_group[i] = scale_of(magnitude, min_scale);
-      reciprocal = __frcp_rn(scale);
-    }
-    if (at >= vectors) continue;
-    // a given scale may be any number: by IEEE division, as the reference
-    auto codes_of = [&](int half) {
-      return SCALES == 2 ? encode_by(held[i], half, [&](float v) { return __fdiv_rn(v, scale); })
-                         : encode(held[i], half, scale, reciprocal);
-    };
-    const uint2 bytes = make_uint2(codes_of(0), codes_of(1));
+  float of_group[VECTORS];
+  const float scale = held.quantize(maxima, given_scale, min_scale, vectors, [&](int i, int at, uint2 bytes, float of_vector) {
+    of_group[i] = of_vector;
     if (GATHERED) *(uint2*)(codes + token * row_bytes + at * EACH) = bytes;
     for (int j = 0; j < top_k && !GATHERED; j++)
       if (own_rows[j] >= 0) *(uint2*)(codes + own_rows[j] * row_bytes + at * EACH) = bytes;
-  }
+  });
   if (GATHERED) load_rows();
   if (SCALES == 0)
     for (int i = threadIdx.x; i < top_k; i += THREADS)

@@ -16,6 +16,7 @@ from fp8kit.moe.hopper.launches import (
     Call,
     Launch,
     Rows,
+    bias_dtype,
     few,
     gathers,
     integers,
@@ -47,7 +48,7 @@ def _product(call: Call, rows: Rows, h: Rows, products: Tensor, which: Products)
         which, Products.FIRST in which and few(call), which == Products.FIRST and gathers(call),
         rows.group == GROUP128, h.group == GROUP128, problem.w_group == BLOCK,
         problem.static_intermediate, act.kind == "gelu_tanh", act.limit is not None,
-        problem.x_dtype, (_bias_dtype(w13), _bias_dtype(w2)),
+        problem.x_dtype, (bias_dtype(w13), bias_dtype(w2)),
     )  # fmt: skip
     kernel = _grouped_kernel(config, variant, device)
     arguments: list[Any] = []
@@ -64,10 +65,6 @@ def _product(call: Call, rows: Rows, h: Rows, products: Tensor, which: Products)
     ]
     blocks = round_up(blocks, config.cluster(which))
     return Launch(kernel, min(blocks, kernel.most_blocks), tuple(arguments))
-
-
-def _bias_dtype(w: ExpertWeights) -> torch.dtype:
-    return torch.float32 if w.bias is None else w.bias.dtype
 
 
 def _first_product(call: Call, rows: Rows, h: Rows) -> list[Any]:

@@ -14,10 +14,13 @@ from fp8kit.runtime import nvrtc
 _BEFORE = (
     "quantizers/encode.cuh",
     "moe/hopper/config.cuh",
+    "matmul/hopper/barriers.cuh",
     "matmul/hopper/ptx.cuh",
     "matmul/hopper/pipeline.cuh",
+    "moe/hopper/routes.cuh",
     "moe/hopper/tiles.cuh",
     "moe/hopper/scheduler.cuh",
+    "moe/hopper/activation.cuh",
     "moe/hopper/epilogue.cuh",
 )
 # what kernels know by the same names, in capitals
@@ -76,9 +79,30 @@ class PairsVariant(NamedTuple):
     dtype: torch.dtype
 
 
+class OneTokenVariant(NamedTuple):
+    """What the kernels of one token are compiled for; ``one_token.cuh`` says what fields mean."""
+
+    hidden: int
+    inner: int
+    pairs: int
+    down_warps: int
+    vectors: int
+    scales: int
+    weight_blocks: bool
+    given_scale: bool
+    gelu: bool
+    limited: bool
+    dtype: torch.dtype
+    bias_dtypes: tuple[torch.dtype, torch.dtype]
+
+
 def _named(facts: object, names: Iterable[str]) -> dict[str, int]:
     """Return attributes as macros of the same names, in capitals."""
     return {name.upper(): int(getattr(facts, name)) for name in names}
+
+
+def _bias_kinds(dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, int]:
+    return {"BIAS_KIND_13": KINDS[dtypes[0]], "BIAS_KIND_2": KINDS[dtypes[1]]}
 
 
 def grouped_source(config: GroupedConfig, variant: Variant) -> str:
@@ -92,8 +116,7 @@ def grouped_source(config: GroupedConfig, variant: Variant) -> str:
         "FIRST": int(Products.FIRST in variant.products),
         "SECOND": int(Products.SECOND in variant.products),
         "FEW_PAIRS": FEW_PAIRS,
-        "BIAS_KIND_13": KINDS[variant.bias_dtypes[0]],
-        "BIAS_KIND_2": KINDS[variant.bias_dtypes[1]],
+        **_bias_kinds(variant.bias_dtypes),
         "KIND": KINDS[variant.dtype],
         **wgmma(config.mma_n),
     }
@@ -110,7 +133,32 @@ def pairs_source(variant: PairsVariant) -> str:
         "KIND": KINDS[variant.dtype],
     }
     return nvrtc.joined(
-        macros, "quantizers/encode.cuh", "moe/hopper/tiles.cuh", "moe/hopper/pairs.cu"
+        macros,
+        "quantizers/encode.cuh",
+        "moe/hopper/routes.cuh",
+        "moe/hopper/tiles.cuh",
+        "moe/hopper/token.cuh",
+        "moe/hopper/pairs.cu",
+    )
+
+
+def one_token_source(variant: OneTokenVariant, kernel: str) -> str:
+    """Return the CUDA source of ``gates_and_ups`` or ``downs``."""
+    own = (name for name in variant._fields if "dtype" not in name)
+    macros: dict[str, int | str] = {
+        **_named(variant, own),
+        **_bias_kinds(variant.bias_dtypes),
+        "KIND": KINDS[variant.dtype],
+    }
+    return nvrtc.joined(
+        macros,
+        "quantizers/encode.cuh",
+        "matmul/hopper/barriers.cuh",
+        "moe/hopper/routes.cuh",
+        "moe/hopper/token.cuh",
+        "moe/hopper/activation.cuh",
+        "moe/hopper/one_token.cuh",
+        f"moe/hopper/{kernel}.cu",
     )
 
 

@@ -16,7 +16,7 @@ SORT_CLUSTER = 8  # blocks that sort more pairs than one does
 VECTOR = 8  # values of 16 bytes
 MOST_EXPERTS = 1024
 GROUP = 128  # features that one scale of the intermediate covers
-_SMEM = 227 * 1024  # of an SM, in bytes, without what the system takes of one block
+SMEM = 227 * 1024  # of an SM, in bytes, without what the system takes of one block
 _SYSTEM_SMEM = 1024  # of each block more
 _MOST_STAGES = 16
 _BAND_TOKENS = 1024  # whose codes stay in L2 while all weights of an expert pass
@@ -102,7 +102,7 @@ class GroupedConfig:
         if Products.FIRST in products:
             facts += 4 * tokens * (4 * warpgroups + 4) + 24 * FEW_PAIRS
         spare = self._epilogue_bytes(products) + facts
-        room = _SMEM // self.blocks_per_sm - _SYSTEM_SMEM * (self.blocks_per_sm - 1) - spare
+        room = SMEM // self.blocks_per_sm - _SYSTEM_SMEM * (self.blocks_per_sm - 1) - spare
         return min(room // self.stage_bytes(token_groups=True), _MOST_STAGES)
 
     def smem_bytes(self, products: Products, token_groups: bool) -> int:

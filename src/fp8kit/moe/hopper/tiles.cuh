@@ -1,25 +1,11 @@
 // The tiles of tokens of all experts, and how few pairs are sorted into them.
 // Rows of a tile lie next to each other; its last rows may belong to no pair.
-//
-// What is read before the wait for the previous kernel is read from L2: lines of L1 may be those of an
-// earlier kernel that used the same memory.
 
 // A tile of TILE_TOKENS rows, the next of which belongs to the next tile.
 struct TokenTile {
   int expert, rows;  // rows are those of all tiles of the expert
   int place;         // among the tiles of the expert << 16 | how many it has
   int stored;        // parts of the rows of the intermediate, counted by the blocks that store them
-};
-
-struct Routes {
-  const void* ids;
-  int id_bytes, pairs, experts;
-
-  // The expert of a pair, -1 for none.
-  __device__ int expert(int pair) const {
-    const long long id = id_bytes == 8 ? __ldcg((const long long*)ids + pair) : __ldcg((const int*)ids + pair);
-    return id >= 0 && id < experts ? (int)id : -1;
-  }
 };
 
 __device__ __forceinline__ int inclusive_sum(int value) {

@@ -1,0 +1,76 @@
+// The activated gates and ups of one token, in fp32: a block computes 8 features of a pair. It quantizes the token for
+// itself while its weights arrive. The macros stand in one_token.cuh.
+
+constexpr int GATE_WARPS = 4, HIDDEN_SPANS = (HIDDEN + SPAN - 1) / SPAN;
+
+extern "C" __global__ void __launch_bounds__(32 * GATE_WARPS) gates_and_ups(
+    const void* ids, int id_bytes, int experts, const uint4* x, const float* given_scale, float min_scale,
+    const u8* codes, const float* scale, const void* bias, int rows, int expert_stride, int row_stride, int step,
+    int up_row, float limit, float alpha, float up_offset, float* h) {
+  extern __shared__ __align__(128) u8 weights[];  // of gates, then of ups; or they alternate
+  __shared__ __align__(16) u8 token[HIDDEN_SPANS * SPAN];
+  __shared__ float factors[HIDDEN_SPANS], block_factors[2][WEIGHT_BLOCKS ? HIDDEN_SPANS : 1];
+  __shared__ float sums[GATE_WARPS][2 * ROWS];
+  __shared__ u32 maxima[GATE_WARPS];
+  __shared__ u64 arrived;
+  const Weights w = {codes, scale, bias, rows, HIDDEN, expert_stride, row_stride};
+  const int pair = blockIdx.x / (INNER / ROWS), feature = blockIdx.x % (INNER / ROWS) * ROWS, row = feature * step;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) barrier_init(shared(&arrived));
+  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+  const int expert = Routes{ids, id_bytes, PAIRS, experts}.expert(pair);
+  if (expert < 0) return;
+  if (threadIdx.x == 0) {
+    barrier_expect(shared(&arrived), 2 * ROWS * HIDDEN);
+    bulk_load(weights, w.row_of(expert, row), step * ROWS * HIDDEN, shared(&arrived));
+    if (step == 1) bulk_load(weights + ROWS * HIDDEN, w.row_of(expert, row + up_row), ROWS * HIDDEN, shared(&arrived));
+  }
+  HeldToken<32 * GATE_WARPS> held;
+  held.load(x, HIDDEN / EACH);
+  // a lane of the first warp has a gate, or an up, of the result
+  const int of_lane = row + lane % ROWS * step + lane / ROWS % 2 * up_row;
+  float factor = 1, added = 0;
+  if (warp == 0) {
+    if (!WEIGHT_BLOCKS) factor = __ldg(w.factor(expert, of_lane, 0));
+    added = w.added<BIAS_KIND_13>(expert, of_lane);
+  }
+  if (WEIGHT_BLOCKS)
+    for (int i = threadIdx.x; i < 2 * HIDDEN_SPANS; i += 32 * GATE_WARPS)
+      block_factors[i / HIDDEN_SPANS][i % HIDDEN_SPANS] =
+          __ldg(w.factor(expert, row + i / HIDDEN_SPANS * up_row, i % HIDDEN_SPANS));
+  held.put_maximum(maxima);
+  __syncthreads();
+  held.quantize(maxima, given_scale, min_scale, HIDDEN_SPANS * SPAN / EACH, [&](int, int at, uint2 bytes, float by) {
+    *(uint2*)(token + at * EACH) = bytes;
+    if (at % (SPAN / EACH) == 0) factors[at / (SPAN / EACH)] = by;
+  });
+  __syncthreads();
+  barrier_wait(shared(&arrived), 0);
+  const u8* const ups = weights + (step == 1 ? ROWS : 1) * HIDDEN;
+  float2 gate = {0, 0}, up = {0, 0};
+#pragma unroll 2
+  for (int span = warp; span < HIDDEN_SPANS; span += GATE_WARPS) {
+    const int at = span * SPAN;
+    const bool inside = at + lane % 8 * 16 < HIDDEN;
+    const float2 of_gate = dot(weights + at, step * HIDDEN, inside, token + at);
+    const float2 of_up = dot(ups + at, step * HIDDEN, inside, token + at);
+    const float by = SCALES == 1 ? factors[span] : 1.0f;
+    const float by_gate = WEIGHT_BLOCKS ? by * block_factors[0][span] : by;
+    const float by_up = WEIGHT_BLOCKS ? by * block_factors[1][span] : by;
+    gate.x += of_gate.x * by_gate;
+    gate.y += of_gate.y * by_gate;
+    up.x += of_up.x * by_up;
+    up.y += of_up.y * by_up;
+  }
+  put_rows(gate, sums[warp]);
+  put_rows(up, sums[warp] + ROWS);
+  __syncthreads();
+  if (warp > 0) return;
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < GATE_WARPS; i++) sum += sums[i][lane % (2 * ROWS)];
+  if (SCALES != 1) sum *= factors[0];
+  sum = sum * factor + added;
+  const float raised = __shfl_down_sync(~0u, sum, ROWS);
+  if (lane < ROWS) h[(long long)pair * INNER + feature + lane] = activated(sum, raised, {limit, alpha, up_offset});
+}

@@ -1,0 +1,140 @@
+"""A layer of experts of one token: two kernels of dot products.
+
+``gates_and_ups.cu`` stores activated values, and ``downs.cu`` the result. One token reads the
+weights of its experts once and multiplies little, so what tiles of tokens need, their sort, a
+quantizer and the sum of rows, is a good part of the time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.formats import BLOCK, GROUP128, ROW, min_scale
+from fp8kit.moe.hopper.launches import SCALES, Launch, bias_dtype, integers, pointers
+from fp8kit.moe.hopper.source import OneTokenVariant, one_token_source
+from fp8kit.moe.hopper.tile_config import GROUP, SMEM, VECTOR
+from fp8kit.moe.problem import ExpertOperands, ExpertsProblem, ExpertWeights
+from fp8kit.runtime import cuda_launch
+
+_ROWS = 8  # of weights in a block, which is as many features
+_GATE_THREADS, _MOST_DOWN_WARPS = 128, 16
+_MOST_PAIRS = 32  # that lanes of a warp hold
+_STATIC_SMEM = 2048  # of a block, in bytes, beside the codes of the token
+
+
+def serves(problem: ExpertsProblem) -> bool:
+    """Return whether a layer is one token's, and small enough to gain by kernels of its own.
+
+    The weights of a block lie in shared memory. Where two blocks of down weights do not fit into an
+    SM, a ring of stages is faster. Bits differ from those of the same token among others.
+    """
+    if problem.m != 1 or problem.batch_invariant or problem.top_k > _MOST_PAIRS:
+        return False
+    gates = gate_bytes(problem) + problem.hidden + _STATIC_SMEM
+    return gates <= SMEM and down_bytes(problem) + _STATIC_SMEM <= SMEM // 2
+
+
+def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
+    """Compute a layer of experts of one token; operands lie as the kernels load them."""
+    x, ids = operands.x, operands.ids
+    with torch.cuda.device(x.device):
+        h = x.new_empty(ids.numel(), problem.intermediate, dtype=torch.float32)
+        y = x.new_empty(x.shape)
+        for kernel, blocks, arguments in (
+            _gates_and_ups(operands, problem, h),
+            _downs(operands, problem, h, y),
+        ):
+            kernel.launch(blocks, arguments, overlap=True)
+    return y
+
+
+def _gates_and_ups(operands: ExpertOperands, problem: ExpertsProblem, h: Tensor) -> Launch:
+    x, w, _, ids, _ = operands
+    assert problem.x_group is not None
+    act, inner = problem.activation, problem.intermediate
+    step, up_row = (2, 1) if act.interleaved else (1, inner)
+    arguments = (
+        *_routes(ids, problem),
+        *pointers(x, w.input_scale),
+        ctypes.c_float(min_scale(problem.x_group, problem.w_dtype, "activation")),
+        *_weights(w, problem),
+        *integers(step, up_row),
+        *(ctypes.c_float(v) for v in (act.limit or 0.0, act.alpha, act.up_offset)),
+        *pointers(h),
+    )
+    kernel = _gates_kernel(variant(operands, problem), gate_bytes(problem), x.device.index)
+    return Launch(kernel, ids.numel() * (inner // _ROWS), arguments)
+
+
+def _downs(operands: ExpertOperands, problem: ExpertsProblem, h: Tensor, y: Tensor) -> Launch:
+    _, _, w, ids, weights = operands
+    arguments = (
+        *_routes(ids, problem),
+        *pointers(weights, h, w.input_scale),
+        ctypes.c_float(min_scale(GROUP128, problem.w_dtype, "activation")),
+        *_weights(w, problem),
+        *pointers(y),
+    )
+    kernel = _downs_kernel(variant(operands, problem), down_bytes(problem), y.device.index)
+    return Launch(kernel, min(problem.hidden // _ROWS, kernel.most_blocks), arguments)
+
+
+def _routes(ids: Tensor, problem: ExpertsProblem) -> list[Any]:
+    return [*pointers(ids), *integers(ids.element_size(), problem.experts)]
+
+
+def _weights(w: ExpertWeights, problem: ExpertsProblem) -> list[Any]:
+    strides = (w.scale.stride(0), int(problem.w_group == ROW))
+    return [*pointers(w.data, w.scale, w.bias), *integers(w.data.shape[1], *strides)]
+
+
+def variant(operands: ExpertOperands, problem: ExpertsProblem) -> OneTokenVariant:
+    """Return what both kernels are compiled for."""
+    act, group = problem.activation, problem.x_group
+    assert group is not None
+    padded = GROUP * -(-problem.hidden // GROUP)
+    return OneTokenVariant(
+        problem.hidden, problem.intermediate, problem.top_k, _down_warps(problem),
+        -(-padded // (VECTOR * _GATE_THREADS)), SCALES[group], problem.w_group == BLOCK,
+        problem.static_intermediate, act.kind == "gelu_tanh", act.limit is not None,
+        problem.x_dtype, (bias_dtype(operands.w13), bias_dtype(operands.w2)),
+    )  # fmt: skip
+
+
+def _groups(problem: ExpertsProblem) -> int:
+    """Return the groups of the intermediate of all pairs."""
+    return problem.top_k * -(-problem.intermediate // GROUP)
+
+
+def _down_warps(problem: ExpertsProblem) -> int:
+    # a warp with one group alone ends before it has hidden any latency
+    return min(_MOST_DOWN_WARPS, -(-_groups(problem) // 2))
+
+
+def gate_bytes(problem: ExpertsProblem) -> int:
+    """Return the dynamic shared memory of a block of the first kernel: its weights."""
+    return 2 * _ROWS * problem.hidden
+
+
+def down_bytes(problem: ExpertsProblem) -> int:
+    """Return that of the second: weights, codes and scales of the intermediate, and factors."""
+    groups, rows = _groups(problem), problem.top_k * _ROWS
+    factors = groups if problem.w_group == BLOCK else rows
+    return rows * problem.intermediate + groups * (GROUP + 4) + 4 * factors
+
+
+@functools.cache
+def _gates_kernel(built: OneTokenVariant, shared: int, device: int) -> cuda_launch.Kernel:
+    source, place = one_token_source(built, "gates_and_ups"), torch.device("cuda", device)
+    return cuda_launch.Kernel(source, "gates_and_ups", _GATE_THREADS, 1, shared, place)
+
+
+@functools.cache
+def _downs_kernel(built: OneTokenVariant, shared: int, device: int) -> cuda_launch.Kernel:
+    source, place = one_token_source(built, "downs"), torch.device("cuda", device)
+    return cuda_launch.Kernel(source, "downs", 32 * built.down_warps, 1, shared, place)

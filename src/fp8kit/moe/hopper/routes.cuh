@@ -1,0 +1,15 @@
+// The experts of pairs, as the router has chosen them.
+//
+// What is read before the wait for the previous kernel is read from L2: lines of L1 may be those of an
+// earlier kernel that used the same memory.
+
+struct Routes {
+  const void* ids;
+  int id_bytes, pairs, experts;
+
+  // The expert of a pair, -1 for none.
+  __device__ int expert(int pair) const {
+    const long long id = id_bytes == 8 ? __ldcg((const long long*)ids + pair) : __ldcg((const int*)ids + pair);
+    return id >= 0 && id < experts ? (int)id : -1;
+  }
+};

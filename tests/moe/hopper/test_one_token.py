@@ -1,0 +1,168 @@
+"""The kernels of one token against a slow layer, and which layers they serve."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ahead import cuda_resources, without_nvrtc
+from fp8kit import moe
+from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR
+from fp8kit.moe import Activation, operators
+from numerics import SHORT_SUMS, assert_bits_equal
+from slow_experts import (
+    Layer,
+    assert_experts,
+    on_device,
+    operator_arguments,
+    random_layer,
+    slow_experts,
+)
+
+one_token = pytest.importorskip("fp8kit.moe.hopper.one_token", reason="no cuda-bindings")
+hopper = pytest.importorskip("fp8kit.moe.hopper.experts", reason="no cuda-bindings")
+sources = pytest.importorskip("fp8kit.moe.hopper.source", reason="no cuda-bindings")
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+OSS = Activation("silu", interleaved=True, limit=1.0, alpha=1.702, up_offset=1.0)
+# groups of input and weights, activation, (E, H, I), experts of the token, dtype, other
+CASES: dict[str, tuple[Any, ...]] = {
+    "rows": ((ROW, ROW), Activation(), (4, 272, 144), 3, BF16, ()),
+    "least": ((ROW, ROW), Activation(), (3, 16, 16), 1, F16, ("biases",)),
+    "blocks": ((GROUP128, BLOCK), Activation(), (3, 160, 192), 2, BF16, ("biases",)),
+    "groups by rows": ((GROUP128, ROW), Activation(), (3, 304, 208), 3, BF16, ()),
+    "tensors": ((ROW, TENSOR), Activation("gelu_tanh"), (4, 80, 256), 3, BF16, ()),
+    "static": ((TENSOR, TENSOR), OSS, (4, 96, 176), 3, F16, ("static", "biases")),
+    "gpt-oss": ((ROW, ROW), OSS, (5, 192, 320), 4, BF16, ("biases",)),
+    "qwen3": ((ROW, ROW), Activation(), (9, 2048, 768), 8, BF16, ()),
+    # blocks of the second kernel compute more than one tile
+    "wide": ((ROW, ROW), Activation(), (3, 7168, 256), 8, F16, ()),
+    "wide, blocks": ((GROUP128, BLOCK), Activation(), (3, 4096, 1408), 2, BF16, ()),
+    "many experts": ((ROW, ROW), Activation(), (40, 128, 64), 32, BF16, ("biases",)),
+}
+ROUTINGS = ("drawn", "one expert", "foreign", "int32")
+
+
+def make(case: str, routing: str = "drawn") -> tuple[Layer, Tensor, Tensor, Tensor]:
+    """Draw a layer, its input and its routes."""
+    groups, activation, sizes, top_k, dtype, others = CASES[case]
+    layer = random_layer(groups, activation, sizes, "biases" in others)
+    if "static" in others:
+        layer = layer._replace(input_scale=torch.full((1, 1), 0.02))
+    ids = torch.randint(-1, sizes[0] + 1, (1, top_k))
+    if routing == "one expert":
+        ids = torch.full_like(ids, sizes[0] - 1)
+    elif routing == "foreign":
+        ids = torch.full_like(ids, -1)
+    elif routing == "int32":
+        ids = ids.int()
+    return layer, torch.randn(1, sizes[1]).to(dtype), ids, torch.rand(1, top_k)
+
+
+def described(*given: Any) -> tuple[Any, Any]:
+    """Return what backends get of a layer's arguments."""
+    operands, problem, _ = operators.described(operator_arguments(*given))
+    return operands, problem
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_token_is_served(case: str) -> None:
+    _, problem = described(*make(case))
+    assert one_token.serves(problem)
+
+
+def test_other_tokens_and_wide_layers_are_not_served() -> None:
+    layer, x, ids, weights = make("rows")
+    two = described(layer, x.expand(2, -1), ids.expand(2, -1), weights.expand(2, -1))[1]
+    assert not one_token.serves(two)
+    problem = described(layer, x, ids, weights)[1]
+    changed = [
+        {"batch_invariant": True},
+        {"top_k": 33},
+        {"hidden": 16384},  # its gates and ups fill more than an SM
+        {"intermediate": 14336},
+    ]
+    for change in changed:
+        assert not one_token.serves(dataclasses.replace(problem, **change)), change
+
+
+@pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_nvrtc()))
+@pytest.mark.parametrize("kernel", ["gates_and_ups", "downs"])
+@pytest.mark.parametrize("case", CASES)
+def test_both_kernels_compile(case: str, kernel: str) -> None:
+    operands, problem = described(*make(case))
+    variant = one_token.variant(operands, problem)
+    found = cuda_resources(sources.one_token_source(variant, kernel))
+    if kernel == "downs":  # two blocks run in an SM
+        assert found["registers"] * 32 * variant.down_warps * 2 <= 65536
+        assert found["shared"] + one_token.down_bytes(problem) + 1024 <= 228 * 1024 // 2
+    else:
+        assert found["shared"] + one_token.gate_bytes(problem) + 1024 <= 228 * 1024
+
+
+def run(*given: Any) -> Tensor:
+    """Compute on the GPU, with memory full of NaN for whatever is allocated."""
+    layer, *others = given
+    operands, problem = described(on_device(layer, "cuda"), *(t.cuda() for t in others))
+    assert hopper.supports(problem) is None
+    waste = [torch.full((1 << 24,), math.nan, device="cuda") for _ in range(2)]
+    del waste
+    y: Tensor = hopper.experts(operands, problem)
+    return y.cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_layer_is_computed(case: str, routing: str) -> None:
+    given = make(case, routing)
+    slow, sums = slow_experts(*given), given[1].shape[1] + given[0].w2.shape[2]
+    y = run(*given)
+    assert_experts(y, slow, sums, SHORT_SUMS)
+    assert_bits_equal(run(*given), y)
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_the_routing_of_its_layers() -> None:
+    layer, x, _, weights = (t if isinstance(t, Layer) else t.cuda() for t in make("qwen3"))
+    there = on_device(layer, "cuda")
+    routes = [torch.randint(-1, 10, (1, 8), device="cuda") for _ in range(32)]
+
+    def compute(ids: Tensor) -> Tensor:
+        return moe.experts(x, there.w13, there.w2, ids, weights, backend="hopper_experts")
+
+    for ids in routes[:2]:
+        compute(ids)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [compute(ids).clone() for ids in routes]  # each takes the memory of the one before
+    for turn in range(100):
+        for ids in routes:
+            ids.copy_(torch.randint(-1, 10, (1, 8)))
+        graph.replay()
+        if turn % 10 == 0:
+            for y, ids in zip(found, routes, strict=True):
+                assert_bits_equal(y, compute(ids))
+
+
+@pytest.mark.gpu
+def test_weights_written_before_the_layer_are_read() -> None:
+    layer, x, ids, weights = (t if isinstance(t, Layer) else t.cuda() for t in make("qwen3"))
+    there = on_device(layer, "cuda")
+    ids = torch.arange(8, device="cuda")[None]
+
+    def compute() -> Tensor:
+        return moe.experts(x, there.w13, there.w2, ids, weights, backend="hopper_experts")
+
+    expected = compute().neg()
+    for _ in range(50):
+        before = compute()
+        there.w2.data.view(torch.uint8).bitwise_xor_(0x80)  # signs; nobody waits for the host
+        assert_bits_equal(compute(), before.neg())
+        there.w2.data.view(torch.uint8).bitwise_xor_(0x80)
+    assert_bits_equal(compute(), expected.neg())
