@@ -123,7 +123,8 @@ def unlike_linear(linear: nn.Linear, tried: dict[Any, str] | None = None) -> str
 
     The code of a subclass does not say so; a run on random numbers, weights and bias does, in both
     modes, two sizes and three dtypes, on inputs of one to four dimensions whose rows are zeros,
-    small, and beyond what fp16 holds, and back. The layer itself is neither run nor changed.
+    small, and beyond what fp16 holds, NaN, and any number that the layer or its code holds, and
+    back. The layer itself is neither run nor changed.
     ``tried`` has what came of other layers, which alike ones are not tried again for.
     """
     if type(linear).forward is nn.Linear.forward:
@@ -158,11 +159,14 @@ def _agrees(linear: nn.Linear, training: bool, dtype: torch.dtype, sizes: tuple[
     twin = owned(linear, _parameters=own)
     twin.__dict__ |= dict(zip(_SIZES, sizes, strict=True))
     set_training(twin, training)
+    marks = _marks(linear)
     tried = False
     for lead in _LEADS if dtype == torch.float32 else _LEADS[:1]:
         x = torch.randn(*lead, k, generator=generator)
         rows = x.view(-1, k)
         rows *= row_factors(_MAGNITUDES, len(rows))
+        if len(rows) > len(_MAGNITUDES):
+            rows[: len(marks)] = marks[: len(rows)]
         x = x.to(dtype)
         given = x.clone()
         try:
@@ -171,7 +175,8 @@ def _agrees(linear: nn.Linear, training: bool, dtype: torch.dtype, sizes: tuple[
             if not tried:
                 return False
             continue  # inputs of this form are none of its
-        if not _close(y, functional.linear(x, weight, own["bias"])) or not torch.equal(given, x):
+        wanted = functional.linear(x, weight, own["bias"])
+        if not _close(y, wanted) or not torch.allclose(given, x, 0, 0, equal_nan=True):
             return False
         if not tried and dtype == torch.float32 and not _backward_agrees(twin, x, y):
             return False
@@ -185,6 +190,14 @@ def _agrees(linear: nn.Linear, training: bool, dtype: torch.dtype, sizes: tuple[
     # what casts its weight to the dtype of its input, as Whisper does, computes as an FP8 layer
     cast = bias.to(other) if linear.bias is not None else None
     return _close(y, functional.linear(x, weight.to(other), cast))
+
+
+def _marks(linear: nn.Linear) -> torch.Tensor:
+    """Return the numbers that a class may know rows by that hold nothing, [numbers, 1]."""
+    code = getattr(inspect.unwrap(type(linear).forward), "__code__", None)
+    known = (*vars(linear).values(), *getattr(code, "co_consts", ()))
+    numbers = {v for v in known if type(v) in (int, float) and abs(v) < torch.finfo().max}
+    return torch.tensor([*sorted(numbers), torch.nan]).float()[:, None]
 
 
 @torch.enable_grad()
