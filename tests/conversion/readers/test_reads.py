@@ -528,6 +528,9 @@ class Apart(Holder):
     def parallelize(self) -> None:  # as torchtitan splits a model over devices
         self.proj.weight = nn.Parameter(self.proj.weight.chunk(2)[0])
 
+    def get_weight_dtype(self) -> torch.dtype:  # of open_clip's blocks, which ask the first one
+        return self.proj.weight.dtype
+
     def get_last_layer(self) -> nn.Parameter:  # for the weight of a loss of a GAN
         return self.proj.weight
 

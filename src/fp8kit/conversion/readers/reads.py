@@ -49,7 +49,7 @@ _APART = (
     "state_dict quantize convert export decay param_group pretrained compile apply register "
     "gradient_checkpoint freeze transfer get_input_emb get_output_emb remove replace _hook "
     "num_param parameters memory push_to unload enable disable switch onnx dummy train "
-    "optimiz optim_group get_last_layer parallelize"
+    "optimiz optim_group get_last_layer parallelize weight_dtype"
 ).split()
 _LIBRARIES = tuple(
     """
