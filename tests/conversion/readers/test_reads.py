@@ -585,31 +585,31 @@ class Averaging(Penalized):
 
 
 class Rows(nn.Module):
-    """Sorts its layers into rows by a method that reads no weight itself, as SmolVLA does."""
+    """Passes its layers to a long method that sorts them and reads no weight, as SmolVLA does."""
 
     def __init__(self) -> None:
         super().__init__()
         self.many = nn.ModuleList([nn.Linear(SIZE, SIZE) for _ in range(2)])
 
-    def rows(self, period: int) -> list[list[nn.Module | None]]:
+    def rows(self, layers: nn.ModuleList, period: int) -> list[list[nn.Module | None]]:
         first: list[nn.Module | None] = []
         second: list[nn.Module | None] = []
-        for i in range(len(self.many) * period):
+        for i in range(len(layers) * period):
             if period > 1 and i > 0 and i % period != 0:
                 layer = None
             else:
-                layer = self.many[i // period if period > 0 else i]
-            first.append(self.many[i % len(self.many)])
+                layer = layers[i // period if period > 0 else i]
+            first.append(layers[i % len(layers)])
             second.append(layer)
         return [first, second]
 
     def forward(self, x: Tensor) -> Tensor:
-        layer: Any = self.rows(2)[1][0]
+        layer: Any = self.rows(self.many, 2)[1][0]
         y: Tensor = layer(x.to(layer.weight.dtype))
         return y
 
 
-def test_layers_are_followed_through_methods_of_any_length() -> None:
+def test_layers_are_followed_through_long_methods_that_get_them() -> None:
     assert set(weight_reads(model := Rows())) == set(model.many)
 
 

@@ -58,6 +58,7 @@ _LIBRARIES = tuple(
     """.split()
 )
 _MODELS = ("transformers.models.", "diffusers.models.")
+_SHORT = 200  # bytes of code; a function that gives a layer of its own is no longer
 _WORDS = frozenset({"weight", *TENSORS})
 
 
@@ -256,6 +257,12 @@ class Reader:
         function = inspect.unwrap(function)
         if not _is_python(function) or depth > DEPTH:
             self.escape(united(*args, *kwargs.values()), getattr(function, "__qualname__", "code"))
+            return ()
+        passed = list(leaves(united(*args[1:], *kwargs.values())))
+        brings = any(isinstance(v, Weight) for v in leaves(united(*args[:1], passed)))
+        brings |= any(isinstance(v, nn.Module) for v in passed)
+        long = len(function.__code__.co_code) > _SHORT
+        if long and not brings and not self.is_suspect(function):
             return ()
         node = node_of(function.__code__)
         if node is None:
