@@ -425,6 +425,23 @@ def test_other_attributes_of_a_subclass_keep_it_dense() -> None:
     assert "has more than it: observers;" in reasons(report)["fc"]
 
 
+class Scaled(nn.Linear):
+    """Multiplies by what its model sets before a call."""
+
+    def __init__(self) -> None:
+        super().__init__(D, D)
+        self.scale, self.squared, self.rank = 1.0, False, 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) * self.scale
+        return y.square() if self.squared else y
+
+
+def test_numbers_that_a_subclass_computes_with_keep_it_dense() -> None:
+    assert "has more than it: scale, squared;" in reasons(fp8kit.convert(one(Scaled())))["fc"]
+    assert [r.name for r in fp8kit.convert(one(Scaled()), include=["fc"]).converted] == ["fc"]
+
+
 def test_a_subclass_with_more_than_its_parent_converts_on_request() -> None:
     report = fp8kit.convert(one(Tagged(D, D)), include=["fc", "other"])
     assert [r.name for r in report.converted] == ["fc", "other"]
