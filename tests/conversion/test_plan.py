@@ -425,6 +425,23 @@ def test_other_attributes_of_a_subclass_keep_it_dense() -> None:
     assert "has more than it: observers;" in reasons(report)["fc"]
 
 
+class Scaled(nn.Linear):
+    """Multiplies by what its model sets before a call."""
+
+    def __init__(self) -> None:
+        super().__init__(D, D)
+        self.scale, self.squared, self.rank = 1.0, False, 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) * self.scale
+        return y.square() if self.squared else y
+
+
+def test_numbers_that_a_subclass_computes_with_keep_it_dense() -> None:
+    assert "has more than it: scale, squared;" in reasons(fp8kit.convert(one(Scaled())))["fc"]
+    assert [r.name for r in fp8kit.convert(one(Scaled()), include=["fc"]).converted] == ["fc"]
+
+
 def test_a_subclass_with_more_than_its_parent_converts_on_request() -> None:
     report = fp8kit.convert(one(Tagged(D, D)), include=["fc", "other"])
     assert [r.name for r in report.converted] == ["fc", "other"]
@@ -466,6 +483,9 @@ ODD: dict[str, Any] = {
     "bounds": lambda own, x: dense(own, x).clamp(-65504, 65504),
     "replaces what fp16 cannot hold": lambda own, x: dense(own, x).nan_to_num(),
     "masks rows of zeros": lambda own, x: dense(own, x) * (x != 0).any(-1, keepdim=True),
+    "fills in for NaN": lambda own, x: dense(own, x.masked_fill(x.isnan(), 1.0)),
+    "skips rows of a number": lambda own, x: dense(own, x) * (x != -100).any(-1, keepdim=True),
+    "skips rows of its number": lambda own, x: dense(own, x) * (x != own.skip).any(-1, True),
     "takes a scale": lambda own, x, scale=1.0: dense(own, x) * scale,
     "truncates": lambda own, x: dense(own, x[:256]),
     **{forward.__name__: forward for forward in (images, clearing, paying, lone)},
@@ -474,7 +494,8 @@ ODD: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", ODD)
 def test_the_trial_of_a_subclass_can_fail(kind: str) -> None:
-    layer = type("Subclass", (nn.Linear,), {"forward": ODD[kind]})(D, D)
+    layer: Any = type("Subclass", (nn.Linear,), {"forward": ODD[kind]})(D, D)
+    layer.skip = -7.5
     layer.weight.data.zero_()  # on which all of them agree
     report = fp8kit.plan(one(layer)).report
     assert "computes something else" in reasons(report)["fc"]

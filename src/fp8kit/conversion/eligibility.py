@@ -63,7 +63,7 @@ class Eligibility:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._tried: dict[Any, str] = {}
+        self._tried: dict[Any, Any] = {}
         self._tied = _tied_weights(model)
         self._kept = _kept_in_float32(model)
         self._offloaded = _offloaded_in_groups(model)
@@ -96,7 +96,7 @@ class Eligibility:
             return f"{kind} with __slots__, whose instances cannot become those of another class"
         if differs := unlike_linear(module, self._tried):
             return f"{kind} that {differs}"
-        if not wanted and (more := extras(module)):
+        if not wanted and (more := extras(module, self._tried)):
             return (
                 f"{kind} and has more than it: {some_of(more)}; include=[its full name] converts "
                 "it all the same, if nothing else uses that"

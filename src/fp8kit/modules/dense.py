@@ -104,10 +104,12 @@ def restored(layer: Fp8Linear, dtype: torch.dtype) -> nn.Linear:
     return dense
 
 
-def extras(linear: nn.Linear) -> list[str]:
+def extras(linear: nn.Linear, tried: dict[Any, Any]) -> list[str]:
     """Name what a linear layer has that an ``nn.Linear`` has not, and other code may ask for.
 
-    Plain values that hang on it are left out: an FP8 layer keeps them.
+    Plain values that hang on it are left out, as an FP8 layer keeps them, but for numbers of which
+    its ``forward`` makes something: what is 1 or off may be set later, and an FP8 layer would not
+    follow. ``tried`` is that of ``unlike_linear``, which has found that it computes the formula.
     """
     own = set(linear._parameters) | set(linear._buffers) | set(linear._modules)
     held = {name for name, value in vars(linear).items() if not isinstance(value, _VALUES)}
@@ -115,15 +117,32 @@ def extras(linear: nn.Linear) -> list[str]:
     for cls in type(linear).__mro__:
         if cls not in nn.Linear.__mro__:  # a mixin may come after nn.Linear
             found |= {n for n in vars(cls) if n not in _PLAIN and not _MAKING.fullmatch(n)}
+    if type(linear).forward is not nn.Linear.forward:
+        key = ("numbers", *_kind(linear))
+        if key not in tried:
+            with on_trial():
+                tried[key] = _numbers_used(linear)
+        found |= tried[key]
     return sorted(found)
 
 
-def unlike_linear(linear: nn.Linear, tried: dict[Any, str] | None = None) -> str:
+def _numbers_used(linear: nn.Linear) -> set[str]:
+    numbers = {n: v for n, v in vars(linear).items() if type(v) in (bool, int, float)}
+    others = {n: not v if isinstance(v, bool) else v + 1 for n, v in numbers.items()}
+    return {
+        name
+        for name in others.keys() - {"training", *_SIZES}
+        if not _agrees(linear, False, torch.float32, _TRIED, {name: others[name]})
+    }
+
+
+def unlike_linear(linear: nn.Linear, tried: dict[Any, Any] | None = None) -> str:
     """Return how the ``forward`` of a layer differs from that of ``nn.Linear``; empty if not.
 
     The code of a subclass does not say so; a run on random numbers, weights and bias does, in both
     modes, two sizes and three dtypes, on inputs of one to four dimensions whose rows are zeros,
-    small, and beyond what fp16 holds, and back. The layer itself is neither run nor changed.
+    small, and beyond what fp16 holds, NaN, and any number that the layer or its code holds, and
+    back. The layer itself is neither run nor changed.
     ``tried`` has what came of other layers, which alike ones are not tried again for.
     """
     if type(linear).forward is nn.Linear.forward:
@@ -132,8 +151,7 @@ def unlike_linear(linear: nn.Linear, tried: dict[Any, str] | None = None) -> str
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if len(named) > 2:  # besides itself and the input, something that may be passed
         return "computes something else"
-    held = {n: v for n, v in contents(linear).items() if n not in _SIZES}
-    tried, key = {} if tried is None else tried, (type(linear), linear.bias is None, *held.items())
+    tried, key = {} if tried is None else tried, _kind(linear)
     if key not in tried:
         try:
             with on_trial():
@@ -146,23 +164,38 @@ def unlike_linear(linear: nn.Linear, tried: dict[Any, str] | None = None) -> str
             tried[key] = "" if agrees else "computes something else"
         except CopyError as error:
             tried[key] = str(error)
-    return tried[key]
+    return str(tried[key])
 
 
-def _agrees(linear: nn.Linear, training: bool, dtype: torch.dtype, sizes: tuple[int, int]) -> bool:
+def _kind(linear: nn.Linear) -> tuple[Any, ...]:
+    """Return a key that is equal for layers that compute alike."""
+    held = {n: v for n, v in contents(linear).items() if n not in _SIZES}
+    return (type(linear), linear.bias is None, *held.items())
+
+
+def _agrees(
+    linear: nn.Linear,
+    training: bool,
+    dtype: torch.dtype,
+    sizes: tuple[int, int],
+    held: dict[str, Any] | None = None,
+) -> bool:
     generator = torch.Generator().manual_seed(0)
     k, n = sizes
     weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((n, k), (n,)))
     own: dict[str, nn.Parameter | None] = {"weight": nn.Parameter(weight)}
     own["bias"] = None if linear.bias is None else nn.Parameter(bias)
     twin = owned(linear, _parameters=own)
-    twin.__dict__ |= dict(zip(_SIZES, sizes, strict=True))
+    twin.__dict__ |= {**dict(zip(_SIZES, sizes, strict=True)), **(held or {})}
     set_training(twin, training)
+    marks = _marks(linear)
     tried = False
     for lead in _LEADS if dtype == torch.float32 else _LEADS[:1]:
         x = torch.randn(*lead, k, generator=generator)
         rows = x.view(-1, k)
         rows *= row_factors(_MAGNITUDES, len(rows))
+        if len(rows) > len(_MAGNITUDES):
+            rows[: len(marks)] = marks[: len(rows)]
         x = x.to(dtype)
         given = x.clone()
         try:
@@ -171,7 +204,8 @@ def _agrees(linear: nn.Linear, training: bool, dtype: torch.dtype, sizes: tuple[
             if not tried:
                 return False
             continue  # inputs of this form are none of its
-        if not _close(y, functional.linear(x, weight, own["bias"])) or not torch.equal(given, x):
+        wanted = functional.linear(x, weight, own["bias"])
+        if not _close(y, wanted) or not torch.allclose(given, x, 0, 0, equal_nan=True):
             return False
         if not tried and dtype == torch.float32 and not _backward_agrees(twin, x, y):
             return False
@@ -185,6 +219,14 @@ def _agrees(linear: nn.Linear, training: bool, dtype: torch.dtype, sizes: tuple[
     # what casts its weight to the dtype of its input, as Whisper does, computes as an FP8 layer
     cast = bias.to(other) if linear.bias is not None else None
     return _close(y, functional.linear(x, weight.to(other), cast))
+
+
+def _marks(linear: nn.Linear) -> torch.Tensor:
+    """Return the numbers that a class may know rows by that hold nothing, [numbers, 1]."""
+    code = getattr(inspect.unwrap(type(linear).forward), "__code__", None)
+    known = (*vars(linear).values(), *getattr(code, "co_consts", ()))
+    numbers = {v for v in known if type(v) in (int, float) and abs(v) < torch.finfo().max}
+    return torch.tensor([*sorted(numbers), torch.nan]).float()[:, None]
 
 
 @torch.enable_grad()

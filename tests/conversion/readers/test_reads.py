@@ -525,6 +525,12 @@ class Apart(Holder):
     def fp8_optimization(self) -> None:  # of Kohya's scripts, in place
         self.proj.weight.data = self.proj.weight.to(torch.float8_e4m3fn)
 
+    def parallelize(self) -> None:  # as torchtitan splits a model over devices
+        self.proj.weight = nn.Parameter(self.proj.weight.chunk(2)[0])
+
+    def get_weight_dtype(self) -> torch.dtype:  # of open_clip's blocks, which ask the first one
+        return self.proj.weight.dtype
+
     def get_last_layer(self) -> nn.Parameter:  # for the weight of a loss of a GAN
         return self.proj.weight
 
@@ -576,6 +582,35 @@ class Averaging(Penalized):
         self.update()
         y: Tensor = self.proj(x)
         return y
+
+
+class Rows(nn.Module):
+    """Passes its layers to a long method that sorts them and reads no weight, as SmolVLA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many = nn.ModuleList([nn.Linear(SIZE, SIZE) for _ in range(2)])
+
+    def rows(self, layers: nn.ModuleList, period: int) -> list[list[nn.Module | None]]:
+        first: list[nn.Module | None] = []
+        second: list[nn.Module | None] = []
+        for i in range(len(layers) * period):
+            if period > 1 and i > 0 and i % period != 0:
+                layer = None
+            else:
+                layer = layers[i // period if period > 0 else i]
+            first.append(layers[i % len(layers)])
+            second.append(layer)
+        return [first, second]
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer: Any = self.rows(self.many, 2)[1][0]
+        y: Tensor = layer(x.to(layer.weight.dtype))
+        return y
+
+
+def test_layers_are_followed_through_long_methods_that_get_them() -> None:
+    assert set(weight_reads(model := Rows())) == set(model.many)
 
 
 def test_a_method_is_no_container_for_its_name() -> None:

@@ -49,7 +49,7 @@ _APART = (
     "state_dict quantize convert export decay param_group pretrained compile apply register "
     "gradient_checkpoint freeze transfer get_input_emb get_output_emb remove replace _hook "
     "num_param parameters memory push_to unload enable disable switch onnx dummy train "
-    "optimiz optim_group get_last_layer"
+    "optimiz optim_group get_last_layer parallelize weight_dtype"
 ).split()
 _LIBRARIES = tuple(
     """
@@ -58,7 +58,7 @@ _LIBRARIES = tuple(
     """.split()
 )
 _MODELS = ("transformers.models.", "diffusers.models.")
-_SHORT = 200  # bytes of code; a function that only gives a layer is no longer
+_SHORT = 200  # bytes of code; a function that gives a layer of its own is no longer
 _WORDS = frozenset({"weight", *TENSORS})
 
 
@@ -258,7 +258,9 @@ class Reader:
         if not _is_python(function) or depth > DEPTH:
             self.escape(united(*args, *kwargs.values()), getattr(function, "__qualname__", "code"))
             return ()
-        brings = any(isinstance(v, Weight) for v in leaves(united(*args, *kwargs.values())))
+        passed = list(leaves(united(*args[1:], *kwargs.values())))
+        brings = any(isinstance(v, Weight) for v in leaves(united(*args[:1], passed)))
+        brings |= any(isinstance(v, nn.Module) for v in passed)
         long = len(function.__code__.co_code) > _SHORT
         if long and not brings and not self.is_suspect(function):
             return ()
