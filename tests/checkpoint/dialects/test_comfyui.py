@@ -170,6 +170,20 @@ def test_a_marker_of_two_elements_asks_for_16_bit(
 
 
 @pytest.mark.parametrize("announced", ["header", "tensor"])
+@pytest.mark.parametrize("says", [{"convrot": True}, {"params": {"convrot": True}}])
+def test_a_layer_whose_input_is_rotated_is_refused(
+    says: Mapping[str, object], announced: str, tmp_path: Path
+) -> None:
+    scale = in_tiles(torch.ones(96, 10).to(torch.float8_e4m3fn))
+    codes, factor = torch.zeros(96, 80, dtype=torch.uint8), torch.ones(())
+    tensors = {"weight": codes, "weight_scale": scale, "weight_scale_2": factor}
+    file = written(tmp_path, announced, "nvfp4", {**says, "convrot_groupsize": 32}, **tensors)
+    with pytest.raises(CheckpointError, match=r"fc\S* says convrot: inputs of layers are rotated"):
+        open_checkpoint(file)
+    assert "config.json" not in "".join(inspect(file).problems)
+
+
+@pytest.mark.parametrize("announced", ["header", "tensor"])
 @pytest.mark.parametrize("form", ["float8_e5m2", "int8_tensorwise", "nvfp4", 3])
 def test_an_entry_about_other_codes_is_refused(
     form: object, announced: str, tmp_path: Path

@@ -160,6 +160,15 @@ def refused(spec: Spec, dialect: str, holds: str, remedy: str) -> CheckpointErro
     )
 
 
+def rotated(where: str) -> CheckpointError:
+    """Return the error of layers whose inputs are rotated while the model runs."""
+    return CheckpointError(
+        f"{where}: inputs of layers are rotated at run time.",
+        "Layers here multiply their inputs as they come: every number would be wrong.",
+        "Export the model without rotations, or with those alone that are part of the weights.",
+    )
+
+
 def left_dense(spec: Spec) -> JsonObject:
     """Announce the layers in high precision as vLLM reads it, and as Transformers does."""
     left = sorted(listed(spec.ignore))

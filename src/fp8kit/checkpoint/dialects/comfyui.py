@@ -32,6 +32,12 @@ def _detect(source: Source) -> bool:
 def _parse(source: Source) -> Announcement:
     said = base.object_in(METADATA, source.metadata.get(METADATA, "{}"))
     layers = base.object_in(f"{METADATA}: layers", said.get("layers", {}))
+    entries = {f"{METADATA}: {name}": entry for name, entry in layers.items()}
+    entries |= {n: text for n, text in source.metadata.items() if n.endswith(f".{ENTRY}")}
+    for place, text in entries.items():
+        entry = base.object_in(place, text)
+        if entry.get("convrot") or base.objects(entry, "params").get("convrot"):
+            raise base.rotated(f"{place} says convrot")
     # a file of several models has a marker for each
     markers = [n for n in source.kinds if n.rpartition(".")[2] == MARKER]
     exact_in = tuple(n.removesuffix(MARKER) for n in markers if source.kinds[n][1] == (2,))
