@@ -71,6 +71,14 @@ def test_a_layer_whose_input_is_scaled_before_it_is_quantized(quantization: Any)
     assert not read(config, a__weight=W, b__pre_quant_scale=(BF16, (128,)), **scales).problems
 
 
+@pytest.mark.parametrize("kind", ["left_trans", "svd_up", "svdquant_lora_a"])
+def test_a_layer_that_computes_with_more_than_its_weight(kind: str) -> None:
+    tensors = {f"a__{kind}": (BF16, (16, 16)), "a__weight_scale": (F32, ())}
+    text = problem(read(None, a__weight=W, **tensors))
+    assert re.match(rf"a\.{kind} (turns|adds to) what (goes into )?its layer", text)
+    assert "without AWQ, SmoothQuant, FlatQuant or SVDQuant" in text
+
+
 @pytest.mark.parametrize("quantization", [None, BLOCK])
 @pytest.mark.parametrize("name", ["a.weight", "a.qweight"])
 def test_an_integer_weight_is_no_weight_in_high_precision(quantization: Any, name: str) -> None:
