@@ -100,16 +100,24 @@ def test_two_sets_of_weights(sharded: Path) -> None:
     refused(sharded, "holds both model.safetensors and model.safetensors.index.json")
 
 
-def test_shards_of_a_variant(sharded: Path) -> None:
+@pytest.mark.parametrize(
+    ("stem", "index"),
+    [("model.fp8", "model.safetensors.index.fp8.json"), ("quant", "quant.safetensors.index.json")],
+)
+def test_shards_of_a_variant_or_another_stem(stem: str, index: str, sharded: Path) -> None:
     before = open_checkpoint(sharded).tensors
     for file in [*sharded.glob("*.safetensors"), sharded / INDEX]:
         text = file.read_bytes()
         if file.name == INDEX:
-            text = text.replace(b"model-", b"model.fp8-")
-        renamed = file.name.replace("model-", "model.fp8-").replace("index.json", "index.fp8.json")
+            text = text.replace(b"model-", f"{stem}-".encode())
+        renamed = index if file.name == INDEX else file.name.replace("model-", f"{stem}-")
         file.unlink()
         (sharded / renamed).write_bytes(text)
     assert open_checkpoint(sharded).tensors.keys() == before.keys()
+    *lost, _ = sharded.glob("*.safetensors")
+    for shard in lost:  # one file is left, which the index does not take for the model
+        shard.unlink()
+    refused(sharded, f"{lost[0].name} is missing in")
 
 
 def test_one_file_with_an_index_of_its_own(sound: Path) -> None:

@@ -321,13 +321,14 @@ def _files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
             return weights, shards
         if lexists(path / single):
             return None, [single]
-    single_files = [p.name for p in path.glob("*.safetensors")]
-    if len(single_files) == 1:
-        return None, single_files
-    indexes = [*path.glob("*.safetensors.index.*.json")]  # of Transformers' variant=
+    # of another stem (msmodelslim), or of Transformers' variant=
+    indexes = [p for ending in ("", ".*") for p in path.glob(f"*.safetensors.index{ending}.json")]
     if len(indexes) == 1:
         weights = _weight_map(indexes[0])
         return weights, sorted(set(weights.values()))
+    single_files = [p.name for p in path.glob("*.safetensors")]
+    if len(single_files) == 1:
+        return None, single_files
     raise no_weights(path)
 
 
