@@ -57,6 +57,21 @@ def test_tensors_come_back_bit_for_bit(shards: str, request: pytest.FixtureReque
     assert_same_tensors(found, {name: state[name] for name in checkpoint.tensors})
 
 
+def test_a_file_that_is_all_of_its_folder_has_the_config_there(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c", "FP8_WEIGHT_ONLY")
+    checkpoint = open_checkpoint(path / SHARD)
+    assert (checkpoint.path, checkpoint.shards) == (path, (SHARD,))
+    assert checkpoint.spec is not None
+    assert checkpoint.spec.scheme == SCHEMES["FP8_WEIGHT_ONLY"]
+    divided = {"quant_method": "fp8", "weight_scale_semantics": "inverse"}
+    edit_json(path / "config.json", quantization_config=divided)
+    refused(path / SHARD, "It must be absent, for scales that multiply")
+    shutil.copy(path / SHARD, path / "other.safetensors")  # which is of another model
+    assert open_checkpoint(path / "other.safetensors").config == {}
+    (path / SHARD).rename(path / "another.safetensors")
+    assert open_checkpoint(path / "other.safetensors").config == {}
+
+
 def test_tensors_own_their_memory(sound: Path) -> None:
     steps = open_checkpoint(sound).read("steps")
     (sound / SHARD).write_bytes(b"")
