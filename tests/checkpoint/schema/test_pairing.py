@@ -288,6 +288,8 @@ def test_scales_of_what_layers_give_are_left_out() -> None:
         ("l.self_attn.v_proj.output_scale", ["l.self_attn.v_scale"]),
         ("l.self_attn.q_proj.output_scale", ["l.self_attn.q_scale"]),
         ("l.self_attn.attn.k_scale", ["l.self_attn.k_scale"]),
+        ("l.self_attn.qkqkv_proj.v_scale", ["l.self_attn.v_scale"]),
+        ("l.self_attn.v_cache.scale", ["l.self_attn.v_scale"]),
         ("l.attention.k_fake_quantizer.qscale_act", ["l.attention.k_scale"]),
         ("l.self_attn.kv_scale", ["l.self_attn.k_scale", "l.self_attn.v_scale"]),
     ],
