@@ -71,12 +71,21 @@ def test_a_layer_whose_input_is_scaled_before_it_is_quantized(quantization: Any)
     assert not read(config, a__weight=W, b__pre_quant_scale=(BF16, (128,)), **scales).problems
 
 
-@pytest.mark.parametrize("kind", ["left_trans", "svd_up", "svdquant_lora_a"])
-def test_a_layer_that_computes_with_more_than_its_weight(kind: str) -> None:
-    tensors = {f"a__{kind}": (BF16, (16, 16)), "a__weight_scale": (F32, ())}
+@pytest.mark.parametrize(
+    ("kind", "does"),
+    [
+        ("left_trans", "turns what goes into"),
+        ("div.mul_scale", "multiplies what goes into"),
+        ("weight_dual_scale", "multiplies the scales of"),
+        ("svd_up", "adds to what"),
+        ("svdquant_lora_a", "adds to what"),
+    ],
+)
+def test_a_layer_that_computes_with_more_than_its_weight(kind: str, does: str) -> None:
+    tensors = {f"a.{kind}": (BF16, (16, 16)), "a__weight_scale": (F32, ())}
     text = problem(read(None, a__weight=W, **tensors))
-    assert re.match(rf"a\.{kind} (turns|adds to) what (goes into )?its layer", text)
-    assert "without AWQ, SmoothQuant, FlatQuant or SVDQuant" in text
+    assert text.startswith(f"a.{kind} {does} its layer")
+    assert "without AWQ, SmoothQuant, FlatQuant, SVDQuant or dual scales" in text
 
 
 @pytest.mark.parametrize("quantization", [None, BLOCK])
