@@ -205,6 +205,16 @@ def test_quantizing_while_loading_equals_converting(tmp_path: Path, fresh: Any) 
     assert_same(dense, loaded)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32])
+def test_integers_become_the_numbers_that_a_model_holds(dtype: torch.dtype, tmp_path: Path) -> None:
+    bias = torch.arange(256) % 2
+    save_file({"0.weight": torch.randn(256, 256), "0.bias": bias.to(dtype)}, tmp_path / SHARD)
+    model = nn.Sequential(nn.Linear(256, 256, device="meta"))
+    load(tmp_path, model, scheme="FP8_DYNAMIC")
+    assert model[0].bias.dtype is torch.float32
+    assert model[0].bias.tolist() == bias.tolist()
+
+
 def test_dense_weights_reload_into_converted_layers(tmp_path: Path) -> None:
     dense = ragged()
     save_file({k: v.clone() for k, v in dense.state_dict().items()}, tmp_path / SHARD)

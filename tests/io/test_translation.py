@@ -249,10 +249,12 @@ def test_a_quantized_head_is_named(tmp_path: Path) -> None:
     }
     source = make(tmp_path / "c", tensors, {"quant_method": "fbgemm_fp8"})
     # ModelOpt leaves models tied whose head it quantizes; vLLM would then not read the head
-    edit_json(source / "config.json", tie_word_embeddings=True, text_config={"hidden_size": 128})
+    texts = {"text_config": {"hidden_size": 128}, "llm_config": {"quantization_config": {}}}
+    edit_json(source / "config.json", tie_word_embeddings=True, **texts)
     convert_checkpoint(source, tmp_path / "d", target="vllm")
     config = json.loads((tmp_path / "d" / "config.json").read_text())
     assert config["tie_word_embeddings"] is config["text_config"]["tie_word_embeddings"] is False
+    assert "quantization_config" not in config["llm_config"]
     found = quantization(tmp_path / "d")
     assert found["ignore"] == []
     assert found["config_groups"]["group_0"]["targets"] == ["Linear", "lm_head"]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import Dialect, JsonObject
+from fp8kit.checkpoint.dialects.base import TEXT_PARTS
 from fp8kit.checkpoint.expert_names import ExpertLayer, own_names, split_experts, tensors_of
 from fp8kit.checkpoint.schema.naming import MARKERS, dense_stacks, named, sort_names
 from fp8kit.conversion.patterns import some_of
@@ -204,9 +205,9 @@ def with_quantization(
     """
     untied = {"tie_word_embeddings": False} if heads else {}
     merged = {k: v for k, v in config.items() if k not in (*_QUANTIZATION, "torch_dtype")} | untied
-    text = merged.get("text_config")
-    if isinstance(text, dict):
-        merged["text_config"] = {k: v for k, v in text.items() if k not in _QUANTIZATION} | untied
+    for part in TEXT_PARTS:
+        if isinstance(text := merged.get(part), dict):
+            merged[part] = {k: v for k, v in text.items() if k not in _QUANTIZATION} | untied
     merged["dtype"] = str(dtype).removeprefix("torch.")
     return {**merged, "quantization_config": quantization}
 

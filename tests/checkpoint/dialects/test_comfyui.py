@@ -117,7 +117,7 @@ def test_a_layer_may_ask_for_16_bit_in_spite_of_its_scale(announced: str, tmp_pa
 
 
 @pytest.mark.parametrize("announced", ["header", "tensor"])
-@pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e4m3fn_rowwise"])
+@pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e4m3fn_rowwise", "fp8"])
 def test_a_layer_with_a_scale_is_static_unless_it_asks(
     form: str, announced: str, tmp_path: Path
 ) -> None:
@@ -167,6 +167,32 @@ def test_a_marker_of_two_elements_asks_for_16_bit(
     found = inspect(file)
     assert (found.dialect, found.problems) == ("comfyui", [])
     assert [layer.scheme for layer in found.layers] == [scheme, "FP8"]
+
+
+@pytest.mark.parametrize("announced", ["header", "tensor"])
+@pytest.mark.parametrize("says", [{"convrot": True}, {"params": {"convrot": True}}])
+def test_a_layer_whose_input_is_rotated_is_refused(
+    says: Mapping[str, object], announced: str, tmp_path: Path
+) -> None:
+    scale = in_tiles(torch.ones(96, 10).to(torch.float8_e4m3fn))
+    codes, factor = torch.zeros(96, 80, dtype=torch.uint8), torch.ones(())
+    tensors = {"weight": codes, "weight_scale": scale, "weight_scale_2": factor}
+    file = written(tmp_path, announced, "nvfp4", {**says, "convrot_groupsize": 32}, **tensors)
+    with pytest.raises(CheckpointError, match=r"fc\S* says convrot: inputs of layers are rotated"):
+        open_checkpoint(file)
+    assert "config.json" not in "".join(inspect(file).problems)
+
+
+def test_what_modelopt_writes_for_comfyui_is_refused(tmp_path: Path) -> None:
+    q = fp8kit.quantize(torch.randn(128, 128), fp8kit.MX, role="weight")
+    file = written(tmp_path, "header", "mxfp8", weight=q.data, weight_scale=q.scale)
+    text = json.dumps({"layers": {"fc": {"format": "mxfp8"}}})
+    header = {"_quantization_metadata": text, "quantization_config": '{"quant_algo": "MXFP8"}'}
+    save_file(load_file(file), file, header)
+    with pytest.raises(
+        CheckpointError, match=r"fc is mxfp8, in .*ModelOpt writes both; its scales"
+    ):
+        open_checkpoint(file)
 
 
 @pytest.mark.parametrize("announced", ["header", "tensor"])

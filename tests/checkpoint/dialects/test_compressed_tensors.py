@@ -116,9 +116,10 @@ def test_render_refuses_what_it_cannot_say(scheme: Scheme) -> None:
         COMPRESSED_TENSORS.render(Spec(scheme))
 
 
-@pytest.mark.parametrize("key", ["quantization_config", "compression_config", "text"])
-def test_config_is_found_wherever_tools_put_it(key: str) -> None:
-    config = {"text_config": {"quantization_config": DYNAMIC}} if key == "text" else {key: DYNAMIC}
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("part", ["", "text_config", "llm_config", "language_config"])
+def test_config_is_found_wherever_tools_put_it(part: str, key: str) -> None:
+    config = {part: {key: DYNAMIC}} if part else {key: DYNAMIC}
     assert quantization_config(config) == DYNAMIC
     assert scheme_in(config) == SCHEMES["FP8_DYNAMIC"]
 

@@ -71,6 +71,23 @@ def test_a_layer_whose_input_is_scaled_before_it_is_quantized(quantization: Any)
     assert not read(config, a__weight=W, b__pre_quant_scale=(BF16, (128,)), **scales).problems
 
 
+@pytest.mark.parametrize(
+    ("kind", "does"),
+    [
+        ("left_trans", "turns what goes into"),
+        ("div.mul_scale", "multiplies what goes into"),
+        ("weight_dual_scale", "multiplies the scales of"),
+        ("svd_up", "adds to what"),
+        ("svdquant_lora_a", "adds to what"),
+    ],
+)
+def test_a_layer_that_computes_with_more_than_its_weight(kind: str, does: str) -> None:
+    tensors = {f"a.{kind}": (BF16, (16, 16)), "a__weight_scale": (F32, ())}
+    text = problem(read(None, a__weight=W, **tensors))
+    assert text.startswith(f"a.{kind} {does} its layer")
+    assert "without AWQ, SmoothQuant, FlatQuant, SVDQuant or dual scales" in text
+
+
 @pytest.mark.parametrize("quantization", [None, BLOCK])
 @pytest.mark.parametrize("name", ["a.weight", "a.qweight"])
 def test_an_integer_weight_is_no_weight_in_high_precision(quantization: Any, name: str) -> None:
@@ -280,6 +297,8 @@ def test_scales_of_what_layers_give_are_left_out() -> None:
         ("l.self_attn.v_proj.output_scale", ["l.self_attn.v_scale"]),
         ("l.self_attn.q_proj.output_scale", ["l.self_attn.q_scale"]),
         ("l.self_attn.attn.k_scale", ["l.self_attn.k_scale"]),
+        ("l.self_attn.qkqkv_proj.v_scale", ["l.self_attn.v_scale"]),
+        ("l.self_attn.v_cache.scale", ["l.self_attn.v_scale"]),
         ("l.attention.k_fake_quantizer.qscale_act", ["l.attention.k_scale"]),
         ("l.self_attn.kv_scale", ["l.self_attn.k_scale", "l.self_attn.v_scale"]),
     ],

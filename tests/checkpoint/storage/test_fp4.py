@@ -295,6 +295,17 @@ def test_fp4_experts_of_deepseek_v4_are_read_beside_fp8_blocks(scale: str, tmp_p
     assert model(torch.arange(16).view(1, -1)).logits.isfinite().all()
 
 
+def test_exponents_in_the_tiles_of_lightx2v_are_refused(tmp_path: Path) -> None:
+    pairs, exponents, _ = packed(128, 128)
+    tensors = {"fc.weight": pairs, "fc.weight_scale": exponents.view(torch.float8_e8m0fnu)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(fp8kit.CheckpointError, match="LightX2V writes such scales, in tiles of"):
+        open_checkpoint(tmp_path)
+    tensors["fc.weight_scale"] = exponents
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert not open_checkpoint(tmp_path).problems
+
+
 @pytest.mark.parametrize("four", ["MXFP4", "NVFP4"])
 @pytest.mark.parametrize(
     ("codes", "scale"),

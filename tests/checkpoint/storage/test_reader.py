@@ -57,6 +57,21 @@ def test_tensors_come_back_bit_for_bit(shards: str, request: pytest.FixtureReque
     assert_same_tensors(found, {name: state[name] for name in checkpoint.tensors})
 
 
+def test_a_file_that_is_all_of_its_folder_has_the_config_there(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c", "FP8_WEIGHT_ONLY")
+    checkpoint = open_checkpoint(path / SHARD)
+    assert (checkpoint.path, checkpoint.shards) == (path, (SHARD,))
+    assert checkpoint.spec is not None
+    assert checkpoint.spec.scheme == SCHEMES["FP8_WEIGHT_ONLY"]
+    divided = {"quant_method": "fp8", "weight_scale_semantics": "inverse"}
+    edit_json(path / "config.json", quantization_config=divided)
+    refused(path / SHARD, "It must be absent, for scales that multiply")
+    shutil.copy(path / SHARD, path / "other.safetensors")  # which is of another model
+    assert open_checkpoint(path / "other.safetensors").config == {}
+    (path / SHARD).rename(path / "another.safetensors")
+    assert open_checkpoint(path / "other.safetensors").config == {}
+
+
 def test_tensors_own_their_memory(sound: Path) -> None:
     steps = open_checkpoint(sound).read("steps")
     (sound / SHARD).write_bytes(b"")
@@ -100,16 +115,24 @@ def test_two_sets_of_weights(sharded: Path) -> None:
     refused(sharded, "holds both model.safetensors and model.safetensors.index.json")
 
 
-def test_shards_of_a_variant(sharded: Path) -> None:
+@pytest.mark.parametrize(
+    ("stem", "index"),
+    [("model.fp8", "model.safetensors.index.fp8.json"), ("quant", "quant.safetensors.index.json")],
+)
+def test_shards_of_a_variant_or_another_stem(stem: str, index: str, sharded: Path) -> None:
     before = open_checkpoint(sharded).tensors
     for file in [*sharded.glob("*.safetensors"), sharded / INDEX]:
         text = file.read_bytes()
         if file.name == INDEX:
-            text = text.replace(b"model-", b"model.fp8-")
-        renamed = file.name.replace("model-", "model.fp8-").replace("index.json", "index.fp8.json")
+            text = text.replace(b"model-", f"{stem}-".encode())
+        renamed = index if file.name == INDEX else file.name.replace("model-", f"{stem}-")
         file.unlink()
         (sharded / renamed).write_bytes(text)
     assert open_checkpoint(sharded).tensors.keys() == before.keys()
+    *lost, _ = sharded.glob("*.safetensors")
+    for shard in lost:  # one file is left, which the index does not take for the model
+        shard.unlink()
+    refused(sharded, f"{lost[0].name} is missing in")
 
 
 def test_one_file_with_an_index_of_its_own(sound: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from fp8kit.checkpoint.dialects import base
 from fp8kit.checkpoint.dialects.autofp8 import AUTOFP8 as AUTOFP8
 from fp8kit.checkpoint.dialects.bare import BARE
 from fp8kit.checkpoint.dialects.base import Announcement as Announcement
@@ -88,11 +89,7 @@ def detect(source: Source) -> Dialect | None:
         if isinstance(algorithm, dict):
             rotated += [f"algo_config: {key}" for key in wanted if algorithm.get(key)]
     if rotated:
-        raise CheckpointError(
-            f"The quantization config has {rotated[0]}: inputs of layers are rotated at run time.",
-            "Layers here multiply their inputs as they come: every number would be wrong.",
-            "Export the model without rotations, or with those alone that are part of the weights.",
-        )
+        raise base.rotated(f"The quantization config has {rotated[0]}")
     for dialect in DIALECTS:
         if dialect.detect(source):
             return dialect

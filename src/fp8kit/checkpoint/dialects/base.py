@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +26,8 @@ _EMBEDDING = re.compile(r"(embed|wte|wpe)[^.]*$")
 _SINGLE_EXPERT = re.compile(r"\bexperts\.\d+\.")
 # merged layers of which engines ask by name, and the layers in files that they are made of
 _ASKED_FOR = {"gate_up_proj": GATE_UP, "qkv_proj": ("qkv",), **OF_DELTA_NET}
+# where the config of a model of several parts has that of its language model
+TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _NATURAL = {TENSOR: ROW, ROW: ROW, BLOCK: GROUP128, MX: MX}
 
 
@@ -160,6 +163,15 @@ def refused(spec: Spec, dialect: str, holds: str, remedy: str) -> CheckpointErro
     )
 
 
+def rotated(where: str) -> CheckpointError:
+    """Return the error of layers whose inputs are rotated while the model runs."""
+    return CheckpointError(
+        f"{where}: inputs of layers are rotated at run time.",
+        "Layers here multiply their inputs as they come: every number would be wrong.",
+        "Export the model without rotations, or with those alone that are part of the weights.",
+    )
+
+
 def left_dense(spec: Spec) -> JsonObject:
     """Announce the layers in high precision as vLLM reads it, and as Transformers does."""
     left = sorted(listed(spec.ignore))
@@ -220,13 +232,8 @@ def quantization_config(config: JsonObject) -> JsonObject | None:
     ``None`` stands for a checkpoint that says nothing about quantization. Raises
     ``CheckpointError`` if the config is there and is not a JSON object.
     """
-    text = config.get("text_config")
-    for holder, key in (
-        (config, "quantization_config"),
-        (text, "quantization_config"),
-        (config, "compression_config"),
-        (text, "compression_config"),
-    ):
+    holders = (config, *(config.get(part) for part in TEXT_PARTS))
+    for key, holder in itertools.product(("quantization_config", "compression_config"), holders):
         found = holder.get(key) if isinstance(holder, dict) else None
         if found is None:
             continue

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from fp8kit.checkpoint.dialects import base
 from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Numbers, Source
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import GroupShape
 
 METADATA = "_quantization_metadata"
@@ -32,6 +33,19 @@ def _detect(source: Source) -> bool:
 def _parse(source: Source) -> Announcement:
     said = base.object_in(METADATA, source.metadata.get(METADATA, "{}"))
     layers = base.object_in(f"{METADATA}: layers", said.get("layers", {}))
+    entries = {f"{METADATA}: {name}": entry for name, entry in layers.items()}
+    entries |= {n: text for n, text in source.metadata.items() if n.endswith(f".{ENTRY}")}
+    for place, text in entries.items():
+        entry = base.object_in(place, text)
+        if entry.get("format") in ("nvfp4", "mxfp8") and "quantization_config" in source.metadata:
+            raise CheckpointError(
+                f"{place} is {entry['format']}, in a file with quantization_config in its header.",
+                "ModelOpt writes both; its scales lie row by row or in tiles, which the file does "
+                "not say, and its FP4 codes in another order than ComfyUI's.",
+                "Export it as a folder, without swizzling and without metadata of layers.",
+            )
+        if entry.get("convrot") or base.objects(entry, "params").get("convrot"):
+            raise base.rotated(f"{place} says convrot")
     # a file of several models has a marker for each
     markers = [n for n in source.kinds if n.rpartition(".")[2] == MARKER]
     exact_in = tuple(n.removesuffix(MARKER) for n in markers if source.kinds[n][1] == (2,))
@@ -52,8 +66,8 @@ def _check_format(layer: str, form: object, source: Source) -> None:
     """Refuse an entry about other codes than those that are there."""
     weight = f"{layer}.weight".lstrip(".")
     codes = str(source.kinds[weight][0]).removeprefix("torch.") if weight in source.kinds else ""
-    # tools add the granularity, as in float8_e4m3fn_rowwise
-    fits = form is None or str(form).startswith(codes) or str(form).endswith("mxfp8")
+    # tools add the granularity, as in float8_e4m3fn_rowwise; ModelOpt says fp8
+    fits = form in (None, "fp8") or str(form).startswith(codes) or str(form).endswith("mxfp8")
     if not fits and not (form == "nvfp4" and layer in source.made):
         raise base.broken(
             f"{layer}: format", form, f"the format of {weight}, {codes}", file="The file"

@@ -307,6 +307,8 @@ class Placement:
             value = cast_numbers(name, value, self._dtype)
         held, shape = getattr(module, key), self.shapes[name]
         _check_cast(name, value, held.dtype)
+        if held.is_floating_point() and not value.is_floating_point():
+            value = value.to(self._dtype or held.dtype)  # as load_state_dict does
         if not self._owned and value.is_floating_point():
             value = cast_numbers(name, value, held.dtype)
         if route.whole:

@@ -36,10 +36,11 @@ _STACK_SCALES = {
 # each gives the attention module, and k or v, both if it says neither; or q, where attention itself
 # is quantized
 _KV_SCALES = (
-    re.compile(r"(?P<module>.*\.)?(?:[qkv]|qkv)_proj\.(?P<kv>[qkv])_scale"),
+    re.compile(r"(?P<module>.*\.)?(?:[qkv]|qkv|qkqkv)_proj\.(?P<kv>[qkv])_scale"),
     re.compile(r"(?P<module>.*\.)?(?P<kv>[qkv])_proj\.output_scale"),
     re.compile(r"(?P<module>.*\.)?(?P<kv>[kv])_fake_quantizer\.qscale_act"),
     re.compile(r"(?P<module>.*\.self_attn\.)attn\.(?P<kv>[qkv])_scale"),
+    re.compile(r"(?P<module>.*\.)?(?P<kv>[kv])_cache\.scale"),
     re.compile(r"(?P<module>.*\.)?(?P<kv>)kv_scale"),
     re.compile(r"(?P<module>.*\.)?(?P<kv>[qkv])_scale"),
 )

@@ -25,6 +25,17 @@ from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FLOATS, ROW, TENSOR, Scheme
 
 _READ = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+# what layers of some exporters compute with beside a weight and its scales
+_MORE = {
+    **dict.fromkeys(  # ModelOpt, msmodelslim
+        ("pre_quant_scale", "mul_scale", "div.mul_scale"),
+        "multiplies what goes into its layer, before it is quantized",
+    ),
+    "left_trans": "turns what goes into its layer, before it is quantized",  # FlatQuant
+    "weight_dual_scale": "multiplies the scales of its layer",  # msmodelslim
+    "svd_up": "adds to what its layer gives",  # SDNQ
+    "svdquant_lora_a": "adds to what its layer gives",  # ModelOpt
+}
 
 
 @dataclass(slots=True)
@@ -163,13 +174,16 @@ def _add_layer(
             problems.append(said)
         for on_disk in held[role][:1]:
             found.tensors[ours] = on_disk
-    if (smooth := named(name, "pre_quant_scale")) in source.kinds:
-        said = teach(
-            f"{smooth} multiplies what goes into its layer, before it is quantized.",
-            "Layers here multiply their inputs as they come: every number would be wrong.",
-            "Export it without AWQ or SmoothQuant, or with these scales in the norms before.",
-        )
-        problems.append(said)
+    for kind, does in _MORE.items():
+        if (other := named(name, kind)) in source.kinds:
+            said = teach(
+                f"{other} {does}.",
+                "Layers here compute with a weight and one scale for each of its groups: every "
+                "number would be wrong.",
+                "Export it without AWQ, SmoothQuant, FlatQuant, SVDQuant or dual scales, or with "
+                "these scales in the norms before.",
+            )
+            problems.append(said)
     found.problems += problems
     if parts.weight:
         found.layers[name] = _layer(found, name, parts, source, announced, not problems)

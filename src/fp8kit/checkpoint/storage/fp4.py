@@ -34,7 +34,8 @@ def unpacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     them as ``X [E, K, N]``, which is what they become. compressed-tensors packs a matrix as
     ``X.weight_packed [N, K / 2]`` beside ``X.weight_scale``, Quark and ModelOpt as ``X.weight``;
     DeepSeek V4 has that as int8 beside ``X.scale``, or ``X.weight_scale_inv`` by Transformers'
-    name. Raises ``CheckpointError`` for stacks of FP4 matrices in another layout.
+    name. Raises ``CheckpointError`` for stacks of FP4 matrices in another layout, and for scales
+    in tiles.
     """
     found = dict(tensors)
     for name, info in tensors.items():
@@ -47,6 +48,7 @@ def unpacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         layer, _, kind = name.rpartition(".")
         beside = (tensors.get(f"{layer}.{scale}") for scale in _EXPONENTS)
         if kind in _MATRICES and any(_is_matrix(info, scale) for scale in beside):
+            _refuse_tiles(info, tensors.get(f"{layer}.weight_scale"))
             sides = (info.shape[0], 2 * info.shape[1])
             held = replace(found.pop(name), dtype=_CODES, shape=sides, packed=True)
             found[f"{layer}.weight"] = held
@@ -89,6 +91,17 @@ def _is_matrix(packed: TensorInfo, scales: TensorInfo | None) -> bool:
 
 def _bytes_of(scales: TensorInfo, shape: tuple[int, ...]) -> bool:
     return scales.dtype in (torch.uint8, torch.float8_e8m0fnu) and scales.shape == shape
+
+
+def _refuse_tiles(codes: TensorInfo, scales: TensorInfo | None) -> None:
+    """Refuse exponents as LightX2V writes them; all others write those of U8 codes as U8."""
+    if codes.dtype == torch.uint8 and scales and scales.dtype == torch.float8_e8m0fnu:
+        raise CheckpointError(
+            f"{codes.shard}: {scales.name} is torch.float8_e8m0fnu beside codes that are uint8.",
+            "LightX2V writes such scales, in tiles of 128x4; FP4 is read with scales row by row.",
+            "Start from the high-precision checkpoint; or, if they lie row by row, save "
+            "scale.view(torch.uint8).",
+        )
 
 
 def _refuse_stack(name: str, codes: TensorInfo, tensors: Mapping[str, TensorInfo]) -> None:

@@ -235,6 +235,8 @@ def scan(
     path, index = Path(path), None
     config: JsonObject = {}
     documents: dict[str, JsonObject] = {}
+    if path.is_file() and _is_all_of_its_folder(path):
+        path = path.parent
     if path.is_file():  # it has no config of its own
         path, shards = path.parent, [path.name]
     else:
@@ -321,14 +323,23 @@ def _files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
             return weights, shards
         if lexists(path / single):
             return None, [single]
-    single_files = [p.name for p in path.glob("*.safetensors")]
-    if len(single_files) == 1:
-        return None, single_files
-    indexes = [*path.glob("*.safetensors.index.*.json")]  # of Transformers' variant=
+    # of another stem (msmodelslim), or of Transformers' variant=
+    indexes = [p for ending in ("", ".*") for p in path.glob(f"*.safetensors.index{ending}.json")]
     if len(indexes) == 1:
         weights = _weight_map(indexes[0])
         return weights, sorted(set(weights.values()))
+    single_files = [p.name for p in path.glob("*.safetensors")]
+    if len(single_files) == 1:
+        return None, single_files
     raise no_weights(path)
+
+
+def _is_all_of_its_folder(file: Path) -> bool:
+    """Return whether a folder with a config is read from this file alone."""
+    try:
+        return lexists(file.parent / "config.json") and _files(file.parent)[1] == [file.name]
+    except CheckpointError:  # of other files there
+        return False
 
 
 def _weight_map(index: Path) -> dict[str, str]:
