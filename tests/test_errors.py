@@ -102,7 +102,7 @@ CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: fp8kit.quantize(X, dtype=[8]),
          "Got [8] as the dtype of FP8 codes. ... float8_e4m3fn ... Pass one of these"),
         (lambda: fp8kit.quantize(torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged)),
-         "Got x as a nested tensor. ... one dense tensor ... x.values()"),
+         "Got x as a nested tensor. ... one dense tensor ... x.unbind()"),
         (lambda: fp8kit.Fp8Linear(256, 128, dtype="float16"),
          "Got dtype='float16'. ... high precision ... Pass torch.bfloat16"),
         (lambda: fp8kit.Fp8Linear.from_quantized(W, dtype="float16"),

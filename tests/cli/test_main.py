@@ -842,6 +842,7 @@ def test_convert_checkpoint(tmp_path: Path) -> None:
         ("fp8-block", ("--target", "transformers"), "do not load in transformers"),
         ("fp8-block", ("--dialect", "quark"), "which are written"),
         ("fp8-block", ("--target", "tgi"), "It must be one of vllm, sglang"),
+        ("compressed-tensors-dynamic", ("--dialect", "fbgemm"), "and set one layer.scale_ub"),
         ("fp8-block", ("--unfit", "drop"), "It must be one of refuse, dequantize"),
         ("nowhere", (), "There is no directory"),
     ],

@@ -379,6 +379,17 @@ def test_jagged_inputs(shapes: tuple[tuple[int, ...], ...], device: torch.device
     assert x.grad.shape == x.shape
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_that_is_not_jagged_is_computed_part_by_part() -> None:
+    layer = layer_of()
+    x = torch.nested.nested_tensor([torch.randn(2, K), torch.randn(3, K)])
+    with pytest.raises(TypeError, match=r"Pass each tensor of x.unbind\(\); Fp8Linear"):
+        layer(x)
+    jagged = torch.nested.as_nested_tensor(x.unbind(), layout=torch.jagged)
+    for part, y in zip(x.unbind(), layer(jagged).unbind(), strict=True):
+        torch.testing.assert_close(layer(part), y)
+
+
 def test_repr_names_the_scheme() -> None:
     text = repr(layer_of("FP8_BLOCK"))
     assert "in_features=200, out_features=96, bias=True, scheme=FP8_BLOCK" in text

@@ -708,6 +708,21 @@ def test_a_trace_takes_other_rows(unchanging: bool) -> None:
             assert_bits_equal(traced(other), model(other))
 
 
+@pytest.mark.parametrize("unchanging", [False, True])
+def test_a_mapped_call_is_one_for_the_whole_batch(unchanging: bool, device: torch.device) -> None:
+    layers = siblings(device)
+    x = tokens(device)
+    separate = [layer(x) for layer in layers]
+    SharedInput(layers, unchanging)
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    try:
+        mapped = torch.vmap(lambda row: tuple(layer(row) for layer in layers))(x)
+    finally:
+        torch._C._functorch._set_vmap_fallback_enabled(True)
+    for y, expected in zip(mapped, separate, strict=True):
+        assert_bits_equal(y, expected)
+
+
 @pytest.mark.parametrize("unchanging", [True, False])
 def test_what_is_no_tensor(unchanging: bool) -> None:
     layers = siblings(torch.device("cpu"))

@@ -55,6 +55,23 @@ def test_mapped_calls_are_calls_one_by_one(scheme: str) -> None:
     torch.testing.assert_close(results, torch.stack([m(x[0]) for m in models]))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_code_differentiates(backend: str) -> None:
+    model, x = model_of("FP8_DYNAMIC"), torch.randn(4, 128)
+    wanted = grad(lambda v: loss(model(v)))(x)
+    torch._dynamo.reset()
+
+    @torch.compile(backend=backend)
+    def found(x: Tensor) -> tuple[Tensor, ...]:
+        y, pull = vjp(model, x)
+        mapped = grad(lambda v: loss(vmap(model)(v)))(x)
+        return grad(lambda v: loss(model(v)))(x), pull(2 * y)[0], mapped
+
+    for one in found(x):
+        torch.testing.assert_close(one, wanted)
+
+
 def test_what_has_no_derivative_is_refused() -> None:
     model, x = model_of("FP8_DYNAMIC"), torch.randn(2, 128)
     with pytest.raises(NotImplementedError, match="forward-mode"):

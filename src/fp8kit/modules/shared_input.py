@@ -41,6 +41,7 @@ from fp8kit.modules.pending import (
 from fp8kit.modules.tracing import constant_in_graphs
 from fp8kit.ops import operators
 from fp8kit.ops.operators import CodesCall, RowCodes
+from fp8kit.ops.transforms import is_transformed
 from fp8kit.runtime.joined_memory import as_one
 from fp8kit.runtime.replay_cache import (
     Operands,
@@ -116,7 +117,7 @@ class SharedInput:
                 return self._keep(x, y, members)
         member.check_input(x)
         self._watch_capture(x)
-        if not leads or self._trained(x) or not self._alike():
+        if not leads or is_transformed() or self._trained(x) or not self._alike():
             return member.compute(x)
         few = x.numel() <= MOST_JOINED_ROWS * member.in_features
         if not few or not self._joins():

@@ -47,7 +47,7 @@ def linear_registered(
     _refuse_tangent(x)
     x = autocast(x)
     product: Any = torch.ops.fp8kit.linear
-    if not torch.compiler.is_compiling() and transforms.is_transformed():
+    if transforms.needs_function():
         product = transforms.linear
     constants = (w, w_scale, bias, input_scale, scale_ub)
     groups = (x_group, w_group)

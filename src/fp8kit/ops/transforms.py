@@ -23,8 +23,22 @@ def is_transformed() -> bool:
     return _interpreters() is not None
 
 
+def needs_function() -> bool:
+    """Return whether ``linear`` has to be called: in a graph, where gradients are taken in it."""
+    return _is_differentiated() if torch.compiler.is_compiling() else is_transformed()
+
+
+def _is_differentiated() -> bool:
+    running = torch._C._functorch.get_interpreter_stack() or ()
+    return any(one.key() == torch._C._functorch.TransformType.Grad for one in running)
+
+
+# torch.compiler.assume_constant_result does this, and imports the compiler
+_is_differentiated._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def linear(*arguments: Any) -> Tensor:
-    """Call the operator ``linear`` so that transforms of ``torch.func`` can follow.
+    """Call the operator ``linear`` so that transforms of ``torch.func`` can follow; ends a graph.
 
     Raises ``UnsupportedError`` for ``jvp`` and other forward-mode transforms.
     """

@@ -133,8 +133,7 @@ def check_tensor(name: str, x: object) -> None:
         raise InvalidType(
             f"Got {name} as a nested tensor.",
             "Rows of one dense tensor are quantized.",
-            f"Pass {name}.values(), and put the result together by "
-            f"torch.nested.nested_tensor_from_jagged(y, {name}.offsets()).",
+            f"Pass each tensor of {name}.unbind(); Fp8Linear takes layout=torch.jagged as it is.",
         )
     if type(x).__name__ == "DTensor":  # importing the class takes long
         raise InvalidType(

@@ -34,7 +34,7 @@ def _render(spec: Spec) -> JsonObject:
             f"fbgemm, with {bound}",
             "This dialect holds FP8_DYNAMIC everywhere, with a bound on the amax of tokens; no "
             "other dialect has one.",
-            "Convert with FP8_DYNAMIC, or set layer.scale_ub = None to write another dialect.",
+            "Convert with FP8_DYNAMIC and set one layer.scale_ub; None writes another dialect.",
         )
     return {
         "quant_method": "fbgemm_fp8",
