@@ -212,6 +212,14 @@ def test_layers_that_quark_left_in_the_fp8_of_its_source_are_known_by_their_tens
     assert read(config | {"exclude": ["lm_head", "a*"]}) == ("quark", Numbers(static=None))
 
 
+def test_layers_that_quark_quantized_otherwise_are_known_by_name() -> None:
+    row = quark({"qscheme": "per_channel", "ch_axis": 0}, DYNAMIC)["global_quant_config"]
+    common = quark({})
+    assert read(common | {"layer_quant_config": {"*b": row}}) == read(common)
+    found = read(common | {"layer_quant_config": {"*a": row}})[1]
+    assert found.weight == ROW != read(common)[1].weight
+
+
 @pytest.mark.parametrize(("word", "static"), [("NO_SCALES", False), ("TENSOR", True), (None, None)])
 def test_mistral_says_how_activations_are_scaled(word: str | None, static: bool | None) -> None:
     params = {"quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": word}}
@@ -350,6 +358,12 @@ def test_dialects_refuse_what_they_cannot_say(dialect: str, scheme: Any) -> None
     remedy = r"Write dialect compressed-tensors, or quantize the original to (FP8|MXFP8)"
     with pytest.raises(CheckpointError, match=rf"Got scheme .* to write as .*{remedy}"):
         dialect_named(dialect).render(Spec(scheme))
+
+
+@pytest.mark.parametrize("scheme", ["FP8", "FP8_TENSOR"])
+def test_fp8_without_blocks_has_one_scale(scheme: str) -> None:
+    config = dialect_named("fp8").render(Spec(SCHEMES[scheme]))
+    assert read(config, "weight_scale_inv") == ("fp8", Numbers(static=SCHEMES[scheme].static))
 
 
 @pytest.mark.parametrize("name", ["fp8", "autofp8", "mxfp8"])
