@@ -29,6 +29,7 @@ class Layer(NamedTuple):
     bias2: Tensor | None = None
     input_scale: Tensor | None = None
     on_input: bool = False
+    rounding: str | None = None
 
 
 class Slow(NamedTuple):
@@ -75,7 +76,7 @@ def slow_experts(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Slow:
             if not 0 <= expert < w13.shape[0]:
                 continue
             given = x[token] * weight.to(x.dtype) if layer.on_input else x[token]
-            p = w13[expert] @ _rounded(given[None], layer.x_group, layer.input_scale, x.dtype)[0]
+            p = w13[expert] @ _rounded(given[None], layer.x_group, layer, x.dtype)[0]
             p = p if layer.bias13 is None else p + layer.bias13[expert]
             h = _intermediate(layer, p[None], x.dtype)[0]
             q = w2[expert] @ h
@@ -102,7 +103,7 @@ def slow_by_expert(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Slo
             fp8kit.dequantize(QTensor(w.data[expert], w.scale[expert], w.group)).double()
             for w in (layer.w13, layer.w2)
         )
-        p = _rounded(given, layer.x_group, layer.input_scale, x.dtype) @ w13.t()
+        p = _rounded(given, layer.x_group, layer, x.dtype) @ w13.t()
         p = p if layer.bias13 is None else p + layer.bias13[expert]
         h = _intermediate(layer, p, x.dtype)
         q = h @ w2.t()
@@ -141,7 +142,7 @@ def dequantized(layer: Layer) -> Layer:
 def operator_arguments(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Any, ...]:
     """Return the arguments of ``fp8kit::experts``."""
     pair = [None if g is None else (g.rows, g.cols) for g in (layer.x_group, layer.w13.group)]
-    rounding = "floor" if layer.x_group == MX else "exact"
+    rounding = layer.rounding or ("floor" if layer.x_group == MX else "exact")
     return (
         x, ids, weights, layer.w13.data, layer.w13.scale, layer.bias13, layer.input_scale,
         layer.w2.data, layer.w2.scale, layer.bias2, layer.input_scale, None, *pair, rounding,
@@ -177,12 +178,11 @@ def _intermediate(layer: Layer, p: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what the second product reads, for rows of the first."""
     group = None if layer.x_group is None else GROUP128
     group = TENSOR if layer.input_scale is not None else group
-    return _rounded(layer.activation(p).float(), group, layer.input_scale, dtype)
+    return _rounded(layer.activation(p).float(), group, layer, dtype)
 
 
-def _rounded(
-    x: Tensor, group: GroupShape | None, scale: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def _rounded(x: Tensor, group: GroupShape | None, layer: Layer, dtype: torch.dtype) -> Tensor:
     if group is None:
         return x.to(dtype).double()
-    return fp8kit.dequantize(fp8kit.quantize(x, group, scale=scale)).double()
+    how = {"scale": layer.input_scale, "scale_rounding": layer.rounding}
+    return fp8kit.dequantize(fp8kit.quantize(x, group, **how)).double()

@@ -129,6 +129,8 @@ CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
          "Got None as the destination. ... a str or a pathlib.Path ... 'model-fp8'"),
         (lambda: fp8kit.warmup("dir"),
          "Got a str as the model. ... a module with FP8 layers ... fp8kit.load(directory"),
+        (lambda: fp8kit.Scheme("x", fp8kit.ROW, fp8kit.ROW, dtype=torch.int8),
+         "Got torch.int8 as the dtype of FP8 codes. ... float8_e4m3fn ... Pass one of these"),
         (lambda: fp8kit.quantize(X, dtype=torch.int8),
          "Got torch.int8 as the dtype of FP8 codes. ... float8_e4m3fn, float8_e4m3fnuz, "
          "float8_e5m2 ... Pass one of these"),
@@ -236,6 +238,12 @@ CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: fp8kit.Scheme("x", fp8kit.ROW, fp8kit.ROW, static=True),
          "Got a static scheme 'x' with row activations. ... one number per layer ... Use "
          "activation=TENSOR"),
+        (lambda: fp8kit.Scheme("x", fp8kit.ROW, None, dtype=torch.float8_e5m2, rebased=True),
+         "Got rebased=True for row weights of torch.float8_e5m2. ... E4m3 codes of MX groups ... "
+         "Pass weight=ROW or BLOCK"),
+        (lambda: fp8kit.linear(X, W, input_scale=ONE, scale_ub=torch.tensor(1.0)),
+         "Got scale_ub for activations that have no scale of their own. ... from the data ... "
+         "Leave scale_ub out"),
         (lambda: fp8kit.Scheme.of("FP9"),
          "Unknown scheme 'FP9'. ... FP8, FP8_DYNAMIC, FP8_TENSOR, FP8_BLOCK, MXFP8, "
          "FP8_WEIGHT_ONLY ... a fp8kit.Scheme of your own"),

@@ -415,8 +415,7 @@ def check_scale(
             f"The scale must be {dtype}" + (" (E8M0 bytes)." if group == MX else "."),
             "View float8_e8m0fnu as uint8 for MX; convert others with .float().",
         )
-    stacked = len(shape) > 2 and tuple(scale.shape) == stack_scale_shape(shape, group)
-    if tuple(scale.shape) != wanted and not stacked:
+    if tuple(scale.shape) != wanted and tuple(scale.shape) != stack_scale_shape(shape, group):
         raise InvalidValue(
             f"Got a scale of shape {tuple(scale.shape)}.",
             f"Codes of shape {tuple(shape)} in {group} groups need {wanted}.",

@@ -152,6 +152,13 @@ def test_excluding_a_router_changes_nothing() -> None:
             fp8kit.plan(model, **wrong)  # type: ignore[arg-type]
 
 
+def test_experts_on_meta_are_not_converted() -> None:
+    model = tiny("Qwen3Moe", num_hidden_layers=1)
+    model.model.layers[0].mlp.experts.to("meta")
+    with pytest.raises(ConversionError, match="experts are on the meta device"):
+        fp8kit.convert(model)
+
+
 def test_a_converted_copy_leaves_the_model_dense() -> None:
     model = tiny("Qwen3Moe", num_hidden_layers=1)
     found = fp8kit.convert(model, copy=True).model

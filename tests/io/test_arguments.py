@@ -41,6 +41,11 @@ def test_missing_is_a_list_of_patterns(tmp_path: Path, missing: Any) -> None:
         fp8kit.load(tmp_path / "nowhere", nn.Sequential(nn.Linear(128, 128)), missing=missing)
 
 
+def test_missing_needs_a_model(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match=r"Got missing=\['a'\] and no model"):
+        fp8kit.load(tmp_path / "nowhere", missing=["a"])
+
+
 @pytest.mark.parametrize(
     "widths",
     ["a", 5, ["a"], {5: (1,)}, {"a": 5}, {"a": None}, {"a": "bc"}, {"a": (1.0,)}, {"re:(": (1,)}],

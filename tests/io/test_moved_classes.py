@@ -85,4 +85,5 @@ def test_old_modules_have_no_other_names() -> None:
         with pytest.raises(AttributeError):
             sys.modules[old].no_such_name  # noqa: B018
         assert sys.modules[old].__name__ == old
+        assert not hasattr(sys.modules[old], "__file__")  # inspect looks for it in every module
         assert new not in moved_classes.MODULES

@@ -65,7 +65,8 @@ def make(case: str, tokens: int = 6, top_k: int = 3) -> tuple[Layer, Tensor, Ten
 
 def scheme_of(layer: Layer) -> fp8kit.Scheme:
     static = layer.input_scale is not None
-    return fp8kit.Scheme("tested", layer.w13.group, layer.x_group, static=static)
+    groups, ue8m0 = (layer.w13.group, layer.x_group), layer.rounding == "up"
+    return fp8kit.Scheme("tested", *groups, static=static, ue8m0=ue8m0)
 
 
 def compute(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, **options: Any) -> Tensor:
@@ -105,6 +106,15 @@ def test_backends_agree_with_a_slow_layer(case: str, backend: str) -> None:
     y = BACKENDS[backend](layer, x, ids, weights)
     assert y.dtype == x.dtype
     assert_experts(y, slow, x.shape[1] + layer.w2.shape[2])
+
+
+@every_backend
+def test_scales_between_the_products_are_powers_of_two_too(backend: str) -> None:
+    exact, *given = make("blocks")
+    layer = exact._replace(rounding="up")
+    y = BACKENDS[backend](layer, *given)
+    error, other = (relative_error(y, slowly(each, *given).y) for each in (layer, exact))
+    assert error < other / 5
 
 
 @pytest.mark.parametrize("case", ["rows", "blocks", "mx"])

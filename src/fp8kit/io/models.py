@@ -75,7 +75,6 @@ def save(
             "A model with FP8 layers is saved.",
             "Pass the module that fp8kit.convert or fp8kit.load gave.",
         )
-    as_path(destination, "the destination")
     if source is not None and not as_path(source, "source").is_dir():
         raise CheckpointError(
             f"There is no directory {source}.",

@@ -64,7 +64,7 @@ def quantized_intermediate(
     group = problem.intermediate_group
     if group is None:
         return h.to(problem.x_dtype), None
-    settings = (problem.w_dtype, input_scale, None, problem.intermediate_rounding)
+    settings = (problem.w_dtype, input_scale, None, problem.scale_rounding)
     return bodies.quantize_input(h, group, *settings)
 
 

@@ -34,9 +34,9 @@ class ExpertsProblem:
     ``m`` are tokens, rounded up to a power of two. Without ``x_group`` input and intermediate stay
     in 16 bit; input and result have ``x_dtype``, all codes ``w_dtype``. ``static_input`` and
     ``static_intermediate`` say which products have a given input scale; ``scale_rounding`` is of
-    other scales. With ``router_weight_on_input`` results are added as they are. The bits of a
-    token's result depend on no other token if ``batch_invariant``; ``capability`` is that of CUDA,
-    ``None`` elsewhere.
+    other scales; "floor" is of MX groups alone, and the intermediate's are exact then. With
+    ``router_weight_on_input`` results are added as they are. The bits of a token's result depend on
+    no other token if ``batch_invariant``; ``capability`` is that of CUDA, ``None`` elsewhere.
     """
 
     m: int
@@ -63,11 +63,6 @@ class ExpertsProblem:
         if self.x_group is None:
             return None
         return TENSOR if self.static_intermediate else GROUP128
-
-    @property
-    def intermediate_rounding(self) -> str:
-        """How scales of ``intermediate_group`` are rounded: MX's floor is of groups of 32 alone."""
-        return "exact" if self.scale_rounding == "floor" else self.scale_rounding
 
     def __str__(self) -> str:
         x = "unquantized" if self.x_group is None else f"per {self.x_group}"

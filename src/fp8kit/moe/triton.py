@@ -259,7 +259,7 @@ def intermediate_constants(problem: ExpertsProblem) -> dict[str, Any]:
     return {
         "ACT": act.kind, "GATED": act.gated, "INTERLEAVED": act.interleaved,
         "LIMITED": act.limit is not None, "SCALES": scales,
-        "DIVISION": division_of(GROUP128, floor, None, problem.intermediate_rounding),
+        "DIVISION": division_of(GROUP128, floor, None, problem.scale_rounding),
         "FP8_MAX": fp8_format(problem.w_dtype).max,
     }  # fmt: skip
 

@@ -212,6 +212,14 @@ def test_layers_that_quark_left_in_the_fp8_of_its_source_are_known_by_their_tens
     assert read(config | {"exclude": ["lm_head", "a*"]}) == ("quark", Numbers(static=None))
 
 
+def test_layers_that_quark_quantized_otherwise_are_known_by_name() -> None:
+    row = quark({"qscheme": "per_channel", "ch_axis": 0}, DYNAMIC)["global_quant_config"]
+    common = quark({})
+    assert read(common | {"layer_quant_config": {"*b": row}}) == read(common)
+    found = read(common | {"layer_quant_config": {"*a": row}})[1]
+    assert found.weight == ROW != read(common)[1].weight
+
+
 @pytest.mark.parametrize(("word", "static"), [("NO_SCALES", False), ("TENSOR", True), (None, None)])
 def test_mistral_says_how_activations_are_scaled(word: str | None, static: bool | None) -> None:
     params = {"quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": word}}
@@ -243,6 +251,8 @@ def test_mistral_is_told_by_its_tensors() -> None:
         (FP8 | {"weight_block_size": [128]}, r"weight_block_size = \[128\]"),
         (FP8 | {"weight_block_size": [0, 128]}, "two positive integers"),
         (FP8 | {"weight_block_size": "big"}, "two positive integers"),
+        (FP8 | {"weight_block_size": ["128", 128]}, "two positive integers"),
+        (FP8 | {"weight_block_size": [128.0, 128]}, "two positive integers"),
         (FP8 | {"ignored_layers": "lm_head"}, "a list of names"),
         (FP8 | {"weight_block_size": [9, 9], "expert_dtype": "fp6"}, "expert_dtype = 'fp6'"),
         ({"quant_method": "mxfp8", "weight_block_size": [1, 16]}, r"\[1, 32\]"),
@@ -259,6 +269,7 @@ def test_mistral_is_told_by_its_tensors() -> None:
         (quark({}) | {"export": {"weight_format": "fake_quantized"}}, "has no codes"),
         (quark({}) | {"export": 3}, "export = 3"),
         ({"quant_method": "torchao"}, "not describe torchao's tensors"),
+        (AUTO_ROUND | {"data_type": "int", "bits": 8}, "quant_method = 'auto-round'"),
         ({"quant_method": "gptq"}, "quant_method = 'gptq'. This version reads compressed-tensors"),
         ({"quant_method": "quanto"}, "was written by quanto"),
         ({"bits": 4}, "quant_method = None"),
@@ -333,10 +344,12 @@ def test_fbgemm_has_a_bound() -> None:
         ("fp8", SCHEMES["FP8_DYNAMIC"]),
         ("fp8", SCHEMES["FP8_WEIGHT_ONLY"]),
         ("fp8", scheme_of(BLOCK, None)),
+        ("fp8", scheme_of(TENSOR, None)),
         ("fp8", scheme_of(TENSOR, ROW, ue8m0=True)),
         ("autofp8", SCHEMES["FP8_BLOCK"]),
         ("autofp8", SCHEMES["FP8_DYNAMIC"]),
         ("autofp8", scheme_of(TENSOR, ROW, ue8m0=True)),
+        ("autofp8", scheme_of(TENSOR, None)),
         ("mxfp8", SCHEMES["FP8_BLOCK"]),
         ("mxfp8-weight-scale", scheme_of(MX, None)),
     ],
@@ -345,6 +358,12 @@ def test_dialects_refuse_what_they_cannot_say(dialect: str, scheme: Any) -> None
     remedy = r"Write dialect compressed-tensors, or quantize the original to (FP8|MXFP8)"
     with pytest.raises(CheckpointError, match=rf"Got scheme .* to write as .*{remedy}"):
         dialect_named(dialect).render(Spec(scheme))
+
+
+@pytest.mark.parametrize("scheme", ["FP8", "FP8_TENSOR"])
+def test_fp8_without_blocks_has_one_scale(scheme: str) -> None:
+    config = dialect_named("fp8").render(Spec(SCHEMES[scheme]))
+    assert read(config, "weight_scale_inv") == ("fp8", Numbers(static=SCHEMES[scheme].static))
 
 
 @pytest.mark.parametrize("name", ["fp8", "autofp8", "mxfp8"])

@@ -339,7 +339,9 @@ def test_parts_of_a_fused_matrix() -> None:
     assert "of shape [3]" in problem(read(DYNAMIC, narrow, **scale))
     assert "qkv_proj.weight_scale is torch.float32 of shape [3]" in problem(read(DYNAMIC, **scale))
     gate = {"a__gate_up_proj__weight": W, "a__gate_up_proj__weight_scale": (F32, (2,))}
-    assert read(STATIC, **gate, a__gate_up_proj__input_scale=(F32, (2,))).problems == []
+    found = read(STATIC, **gate, a__gate_up_proj__input_scale=(F32, (2,)))
+    assert found.problems == []
+    assert found.layers["a.gate_up_proj"].widths == (128, 128)
     wrong = scale | {"a__qkv_proj__weight_scale": (torch.int64, (3,))}
     assert "is torch.int64 of shape [3]" in problem(read(DYNAMIC, heads, **wrong))
     other = {"a__b_proj__weight": W, "a__b_proj__weight_scale": (F32, (2,))}

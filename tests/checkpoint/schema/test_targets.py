@@ -152,7 +152,7 @@ def test_autofp8_brings_experts_of_one_scale() -> None:
 def test_dialects_that_a_target_does_not_read(
     dialect: str, target: str, scheme: str, better: str
 ) -> None:
-    layers = {"l.experts.0.down_proj": SHAPE}
+    layers = {"l.o_proj": SHAPE, "l.experts.0.down_proj": SHAPE}
     message = f"in dialect {dialect} for target {target}. It cannot load .*Write dialect {better}"
     with pytest.raises(CheckpointError, match=message):
         check_layers(target, SCHEMES[scheme], layers, [], dialect=dialect_named(dialect))

@@ -183,10 +183,11 @@ def test_control_characters_of_a_config_are_not_printed(tmp_path: Path) -> None:
     path = saved(tmp_path / "c")
     quantization = json.loads((path / "config.json").read_text())["quantization_config"]
     group = quantization["config_groups"].pop("group_0")
-    quantization["ignore"] = ["lm_head\x1b[2J"]
+    quantization["ignore"] = ["lm_head\x1b[2J", "größe\\"]
     quantization["config_groups"]["\x1b[2Jgroup"] = group
     edit_json(path / "config.json", quantization_config=quantization)
     assert "lm_head\\x1b[2J" in str(inspect(path))
+    assert "größe\\" in str(inspect(path))
     assert "\x1b" not in str(inspect(path))
     group["weights"]["num_bits"] = 3
     edit_json(path / "config.json", quantization_config=quantization)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fp8kit
@@ -149,6 +149,18 @@ def test_other_schemes_are_refused(scheme: str, tmp_path: Path) -> None:
     ):
         with pytest.raises(fp8kit.CheckpointError, match="NVFP4 weights become"):
             use()
+
+
+@pytest.mark.parametrize("kind", ["bytes", "float32", "narrow"])
+def test_what_is_not_scaled_as_nvfp4_is_not_read_as_it(kind: str, tmp_path: Path) -> None:
+    path, _ = directory(tmp_path / "a", "modelopt")
+    tensors = load_file(path / "model.safetensors")
+    scale = tensors["fc.weight_scale"]
+    others = {"bytes": scale.view(torch.uint8), "float32": scale.float()}
+    tensors["fc.weight_scale"] = others.get(kind, scale[:, ::2].contiguous())
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(fp8kit.CheckpointError, match=r"fc\.weight"):
+        fp8kit.convert_checkpoint(path, tmp_path / "b")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), 0.0, -1.0])

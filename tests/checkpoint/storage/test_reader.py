@@ -241,6 +241,11 @@ def test_scan_collects_every_damage(sharded: Path) -> None:
     assert f"{second} is damaged" in found
 
 
+def test_widths_of_no_layer_are_refused(sound: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"widths: '\*\.none' matches no FP8 layer"):
+        open_checkpoint(sound, {"*.none": (64, 64)})
+
+
 def test_dtype_comes_from_the_config_or_the_tensors(sound: Path) -> None:
     assert open_checkpoint(sound).dtype == torch.bfloat16
     edit_json(sound / "config.json", dtype=None, torch_dtype="float16")

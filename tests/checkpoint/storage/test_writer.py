@@ -65,6 +65,8 @@ def test_safetensors_reads_what_was_written(tmp_path: Path) -> None:
         assert_bits_equal(found[name], tensor)
     with safe_open(tmp_path / "c" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
+    raw = (tmp_path / "c" / "model.safetensors").read_bytes()
+    assert int.from_bytes(raw[:8], "little") % 8 == 0  # what follows is aligned in a mapped file
     assert json.loads((tmp_path / "c" / "config.json").read_text()) == CONFIG
 
 

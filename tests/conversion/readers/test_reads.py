@@ -324,6 +324,8 @@ FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "_parameters": lambda self, x: F.linear(x, self.proj._parameters["weight"].to(x.dtype)),
     "index of a list": lambda self, x: weighed(self.many[1], x),
     "key of a dict": lambda self, x: weighed(self.named["a"], x),
+    "values of a dict": lambda self, x: next(weighed(m, x) for m in {"a": self.proj}.values()),
+    "pop": lambda self, x: weighed([self.other, self.proj].pop(), x),
     "children": lambda self, x: next(weighed(m, x) for m in self.children() if m is self.proj),
     "get_submodule": lambda self, x: weighed(self.get_submodule("many.0"), x),
     "helper": lambda self, x: weighed(self.proj, x),
@@ -663,14 +665,22 @@ def test_a_forward_on_the_instance_is_read() -> None:
     assert list(weight_reads(model)) == [model.proj]
 
 
-def test_a_switch_that_methods_change_counts_as_either() -> None:
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: weighed(self.proj, x) if self.casts else self.proj(x),
+        lambda self, x: weighed(self.proj, x) if self.casts == 1 else self.proj(x),
+        lambda self, x: weighed(self.proj, x) if 1 == self.casts else self.proj(x),
+        lambda self, x: self.proj(x) if self.casts is False else weighed(self.proj, x),
+    ],
+    ids=["truth", "left", "right", "identity"],
+)
+def test_a_switch_that_methods_change_counts_as_either(forward: Any) -> None:
     class Switched(Holder):
         def enable(self) -> None:
             self.casts = True
 
-        def forward(self, x: Tensor) -> Tensor:
-            return weighed(self.proj, x) if self.casts else self.proj(x)
-
+    Switched.forward = forward  # type: ignore[attr-defined]
     assert len(weight_reads(Switched())) == 1
 
 

@@ -170,7 +170,7 @@ def begin(
             become(dense, layer)
         layers.made[name] = cast(Fp8Linear, dense)
     for name, experts in layers.experts.items():
-        experts.empty(model.get_submodule(name), dtype or high)
+        experts.empty(model.get_submodule(name), high)
     if dtype is not None:
         model.to(dtype)
     return Placement(model, shapes, sources, device=device, dtype=dtype, high=high, owned=owned)

@@ -184,7 +184,7 @@ def _add_scale(found: Names, name: str, kinds: Kinds) -> bool:
             (stack.scales if role == "scale" else stack.input_scales).append(name)
             return True
     layer, _, kind = name.rpartition(".")
-    if kind in _COMMON and layer.endswith(".weight") and layer in kinds:
+    if kind in _COMMON and layer in kinds:
         layer = layer.removesuffix(".weight")
     is_quantizer = kind == "qscale_act" and layer.endswith("_fake_quantizer")
     if kind in (*_WEIGHT_SCALES, *_INPUT_SCALES) and not is_quantizer:

@@ -49,7 +49,7 @@ def _slices(
     if not parts or not all(_are_codes(holder, e, parts, tensors) for e in range(experts)):
         return {}
     rows = info.shape[1] if len(info.shape) > 1 else 1
-    shared = rows == 1 or kind == "activation_scale"
+    shared = rows == 1
     if not shared and rows % len(parts):
         return {}
     height = rows if shared else rows // len(parts)

@@ -122,8 +122,7 @@ def plan_work(checkpoint: Checkpoint, recipe: Recipe, choice: Selection) -> Work
         if name in layout:
             raise _left_over(checkpoint, f"{name} would be in the result twice.")
         info = checkpoint.tensors[name]
-        cast = recipe.dtype is not None and info.dtype in FLOATS
-        dtype = recipe.dtype if cast and recipe.dtype is not None else info.dtype
+        dtype = (recipe.dtype or info.dtype) if info.dtype in FLOATS else info.dtype
         layout[name] = (dtype, info.shape)
         items[name] = Item(name, Matrix.of(info), "", dtype)
     high = recipe.dtype or checkpoint.dtype

@@ -1,0 +1,38 @@
+"""MX weights that were saved rebased: only what is whole is read as MX again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8kit.checkpoint.storage.headers import TensorInfo
+from fp8kit.checkpoint.storage.rebased import RestoredCodes, as_mx
+
+WHOLE = {
+    "a.weight": (torch.float8_e4m3fn, (128, 256)),
+    "a.weight_scale": (torch.float32, (128, 1)),
+    "a.weight_exponents": (torch.uint8, (128, 8)),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "whole"),
+    [
+        ({}, True),
+        ({"a.weight_scale": (torch.float32, (1, 2))}, True),
+        ({"a.weight_scale": (torch.float32, (128, 2))}, False),
+        ({"a.weight_scale": (torch.bfloat16, (128, 1))}, False),
+        ({"a.weight_exponents": (torch.uint8, (128, 4))}, False),
+        ({"a.weight_exponents": (torch.float32, (128, 8))}, False),
+        ({"a.weight": (torch.float8_e5m2, (128, 256))}, False),
+        ({"a.weight_scale": None}, False),
+    ],
+)  # fmt: skip
+def test_only_whole_weights_are_restored(changes: dict[str, object], whole: bool) -> None:
+    kinds = {name: kind for name, kind in (WHOLE | changes).items() if kind}
+    tensors = {n: TensorInfo(n, "model.safetensors", *kind, offset=0) for n, kind in kinds.items()}
+    found = as_mx(tensors)
+    assert isinstance(found["a.weight"], RestoredCodes) is whole
+    assert ("a.weight_exponents" in found) is not whole
+    if not whole:
+        assert found == tensors
