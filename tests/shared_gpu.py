@@ -25,7 +25,7 @@ TOGETHER = 40  # calls between two looks at the clock
 
 
 def expert_calls() -> list[Callable[[], Tensor]]:
-    """Return layers of experts, in one kernel and in two."""
+    """Return layers of experts: one token, GEMMs in one kernel, and in two."""
     calls = []
     for groups in ((ROW, ROW), (GROUP128, BLOCK)):
         layer = on_device(random_layer(groups, sizes=(5, 192, 256)), "cuda")

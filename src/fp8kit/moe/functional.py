@@ -37,7 +37,7 @@ def experts(
     """Compute a layer of experts in FP8; differentiable in ``x`` and ``weights``.
 
     ``y[m] = sum_j weights[m, j] * (act(x[m] @ w13[e].T + bias13[e]) @ w2[e].T + bias2[e])`` with
-    ``e = ids[m, j]``, added in the order of ``j`` in fp32 and rounded once. ``x`` is quantized as
+    ``e = ids[m, j]``, added in a fixed order in fp32 and rounded once. ``x`` is quantized as
     the scheme says, what the second product reads in groups of 1x128, or by ``input_scale2``.
 
     Args:

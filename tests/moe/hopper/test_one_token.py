@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ahead import cuda_resources, without_nvrtc
+from ahead import cuda_resources, machine_code, without_nvrtc
 from fp8kit import moe
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR
 from fp8kit.moe import Activation, operators
@@ -41,8 +42,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "gpt-oss": ((ROW, ROW), OSS, (5, 192, 320), 4, BF16, ("biases",)),
     "qwen3": ((ROW, ROW), Activation(), (9, 2048, 768), 8, BF16, ()),
     # blocks of the second kernel compute more than one tile
-    "wide": ((ROW, ROW), Activation(), (3, 7168, 256), 8, F16, ()),
-    "wide, blocks": ((GROUP128, BLOCK), Activation(), (3, 4096, 1408), 2, BF16, ()),
+    "wide": ((ROW, ROW), Activation(), (3, 7168, 256), 8, F16, ("biases",)),
+    "wide, blocks": ((GROUP128, BLOCK), Activation(), (3, 4096, 1408), 2, BF16, ("biases",)),
     "many experts": ((ROW, ROW), Activation(), (40, 128, 64), 32, BF16, ("biases",)),
 }
 ROUTINGS = ("drawn", "one expert", "foreign", "int32")
@@ -105,6 +106,25 @@ def test_both_kernels_compile(case: str, kernel: str) -> None:
         assert found["shared"] + one_token.gate_bytes(problem) + 1024 <= 228 * 1024
 
 
+@pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_nvrtc()))
+@pytest.mark.parametrize("case", ["blocks", "gpt-oss", "static", "qwen3"])
+def test_only_what_is_older_is_read_before_the_wait_and_from_l2(case: str) -> None:
+    operands, problem = described(*make(case))
+    variant = one_token.variant(operands, problem)
+
+    def loads_before_the_wait(kernel: str) -> list[str]:
+        code = machine_code(sources.one_token_source(variant, kernel))
+        (wait,) = [i for i, line in enumerate(code) if "ACQBULK" in line]
+        return [line for line in code[:wait] if re.search(r"\bLDG", line)]
+
+    assert not loads_before_the_wait("gates_and_ups")
+    early = loads_before_the_wait("downs")
+    assert early
+    for line in early:
+        assert "STRONG.GPU" in line, line
+        assert ".128" not in line, f"of the intermediate: {line}"
+
+
 def run(*given: Any) -> Tensor:
     """Compute on the GPU, with memory full of NaN for whatever is allocated."""
     layer, *others = given
@@ -151,18 +171,23 @@ def test_a_graph_follows_the_routing_of_its_layers() -> None:
 
 
 @pytest.mark.gpu
-def test_weights_written_before_the_layer_are_read() -> None:
-    layer, x, ids, weights = (t if isinstance(t, Layer) else t.cuda() for t in make("qwen3"))
+@pytest.mark.parametrize("case", ["qwen3", "rows"])  # of many blocks, and of fewer than SMs
+def test_weights_written_before_the_layer_are_read(case: str) -> None:
+    layer, x, _, weights = (t if isinstance(t, Layer) else t.cuda() for t in make(case))
     there = on_device(layer, "cuda")
-    ids = torch.arange(8, device="cuda")[None]
+    ids = torch.arange(weights.shape[1], device="cuda")[None]
+    halved = there.w2.scale.div(2).cpu().pin_memory()
+    whole = there.w2.scale.cpu().pin_memory()
 
     def compute() -> Tensor:
         return moe.experts(x, there.w13, there.w2, ids, weights, backend="hopper_experts")
 
-    expected = compute().neg()
+    expected = compute()
     for _ in range(50):
-        before = compute()
         there.w2.data.view(torch.uint8).bitwise_xor_(0x80)  # signs; nobody waits for the host
-        assert_bits_equal(compute(), before.neg())
+        assert_bits_equal(compute(), expected.neg())
         there.w2.data.view(torch.uint8).bitwise_xor_(0x80)
-    assert_bits_equal(compute(), expected.neg())
+        there.w2.scale.copy_(halved, non_blocking=True)
+        assert_bits_equal(compute(), expected / 2)
+        there.w2.scale.copy_(whole, non_blocking=True)
+    assert_bits_equal(compute(), expected)

@@ -47,6 +47,17 @@ __device__ __forceinline__ void barrier_arrive_after(u32 barrier, u32 read) {
       : "memory");
 }
 
+// A barrier for loads of one thread, which other proxies see.
+__device__ __forceinline__ void barrier_init(u32 barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(barrier) : "memory");
+}
+
+// Copies whole lines of 16 bytes, all of which are aligned to them.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared(to)),
+               "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
 // Copies 4 bytes to shared memory, for cp.async.wait_all.
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared(to)), "l"(from) : "memory");

@@ -22,8 +22,8 @@
 //
 // No pointer is __restrict__: the previous kernel may still write what it points to.
 //
-// Parts, in the order of compilation: quantizers/encode.cuh, config.cuh, ptx.cuh, pipeline.cuh,
-// scheduler.cuh, epilogue.cuh, quantize.cuh, gemm.cu.
+// Parts, in the order of compilation: quantizers/encode.cuh, config.cuh, barriers.cuh, ptx.cuh,
+// pipeline.cuh, scheduler.cuh, epilogue.cuh, quantize.cuh, gemm.cu.
 //
 // Macros. "config" is a TileConfig (tile_config.py), "variant" a Variant (source.py).
 //

@@ -66,12 +66,11 @@ extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS, DOWN_WARPS > 8 ? 2
     __syncwarp();
     if (of_lane >= 0) bulk_load(weights + lane * ROWS * INNER, w.row_of(of_lane, row), ROWS * INNER, shared(&arrived));
   };
-  const auto load_factors = [&](int row) {
-    for (int from = warp * 32; from < PAIRS * FACTORS; from += 32 * DOWN_WARPS) {
-      const int i = from + lane, at = i % FACTORS, expert = __shfl_sync(~0u, of_lane, min(i / FACTORS, 31));
-      if (expert >= 0 && i < PAIRS * FACTORS)
-        copy_async(factors + i, w.factor(expert, row + (WEIGHT_BLOCKS ? 0 : at), at));
-    }
+  // a thread loads one factor, which it stores when those before have been read
+  static_assert(PAIRS * FACTORS <= 32 * DOWN_WARPS, "a factor for each thread");
+  const auto factor_of_thread = [&](int row) {
+    const int i = threadIdx.x, at = i % FACTORS, expert = __shfl_sync(~0u, of_lane, min(i / FACTORS, 31));
+    return expert >= 0 ? w.factor(expert, row + (WEIGHT_BLOCKS ? 0 : at), WEIGHT_BLOCKS ? at : 0) : 0.0f;
   };
   const auto biases = [&](int row) {
     float sum = 0;
@@ -87,12 +86,11 @@ extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS, DOWN_WARPS > 8 ? 2
     if (lane == 0) barrier_init(shared(&arrived));
     load_weights(row);
   }
-  load_factors(row);
-  float added = warp == 0 ? biases(row) : 0.0f;
+  float factor = factor_of_thread(row), added = warp == 0 ? biases(row) : 0.0f;
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
   quantize_spans(h, given_scale, min_scale, existing, quantized, scales);
   for (u32 parity = 0;; parity ^= 1) {
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    if (threadIdx.x < PAIRS * FACTORS) factors[threadIdx.x] = factor;
     __syncthreads();
     barrier_wait(shared(&arrived), parity);
     float2 total = {0, 0};
@@ -103,9 +101,9 @@ extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS, DOWN_WARPS > 8 ? 2
       if (!(existing >> pair & 1)) continue;
       const bool inside = at + lane % 8 * 16 < INNER;
       const float2 sum = dot(weights + pair * ROWS * INNER + at, INNER, inside, quantized + span * SPAN);
-      const float* const factor = factors + pair * FACTORS;
-      total.x += sum.x * by * factor[WEIGHT_BLOCKS ? of_pair : lane / 8];
-      total.y += sum.y * by * factor[WEIGHT_BLOCKS ? of_pair : lane / 8 + 4];
+      const float* const of_rows = factors + pair * FACTORS;
+      total.x += sum.x * by * of_rows[WEIGHT_BLOCKS ? of_pair : lane / 8];
+      total.y += sum.y * by * of_rows[WEIGHT_BLOCKS ? of_pair : lane / 8 + 4];
     }
     put_rows(total, sums[warp]);
     __syncthreads();
@@ -113,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS, DOWN_WARPS > 8 ? 2
     const bool more = next < HIDDEN;
     if (more) {
       if (warp == 0) load_weights(next);
-      load_factors(next);
+      factor = factor_of_thread(next);
     }
     if (warp == 0) {
 #pragma unroll

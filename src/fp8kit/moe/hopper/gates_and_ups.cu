@@ -1,7 +1,7 @@
 // The activated gates and ups of one token, in fp32: a block computes 8 features of a pair. It quantizes the token for
 // itself while its weights arrive. The macros stand in one_token.cuh.
 
-constexpr int GATE_WARPS = 4, HIDDEN_SPANS = (HIDDEN + SPAN - 1) / SPAN;
+constexpr int HIDDEN_SPANS = (HIDDEN + SPAN - 1) / SPAN;
 
 extern "C" __global__ void __launch_bounds__(32 * GATE_WARPS) gates_and_ups(
     const void* ids, int id_bytes, int experts, const uint4* x, const float* given_scale, float min_scale,
@@ -17,6 +17,7 @@ extern "C" __global__ void __launch_bounds__(32 * GATE_WARPS) gates_and_ups(
   const int pair = blockIdx.x / (INNER / ROWS), feature = blockIdx.x % (INNER / ROWS) * ROWS, row = feature * step;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) barrier_init(shared(&arrived));
+  // downs start when all blocks have waited: what is older than this kernel they read without a wait
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
   const int expert = Routes{ids, id_bytes, PAIRS, experts}.expert(pair);
   if (expert < 0) return;
@@ -31,13 +32,13 @@ extern "C" __global__ void __launch_bounds__(32 * GATE_WARPS) gates_and_ups(
   const int of_lane = row + lane % ROWS * step + lane / ROWS % 2 * up_row;
   float factor = 1, added = 0;
   if (warp == 0) {
-    if (!WEIGHT_BLOCKS) factor = __ldg(w.factor(expert, of_lane, 0));
+    if (!WEIGHT_BLOCKS) factor = w.factor(expert, of_lane, 0);
     added = w.added<BIAS_KIND_13>(expert, of_lane);
   }
   if (WEIGHT_BLOCKS)
     for (int i = threadIdx.x; i < 2 * HIDDEN_SPANS; i += 32 * GATE_WARPS)
       block_factors[i / HIDDEN_SPANS][i % HIDDEN_SPANS] =
-          __ldg(w.factor(expert, row + i / HIDDEN_SPANS * up_row, i % HIDDEN_SPANS));
+          w.factor(expert, row + i / HIDDEN_SPANS * up_row, i % HIDDEN_SPANS);
   held.put_maximum(maxima);
   __syncthreads();
   held.quantize(maxima, given_scale, min_scale, HIDDEN_SPANS * SPAN / EACH, [&](int, int at, uint2 bytes, float by) {

@@ -26,9 +26,9 @@
 //
 // Schedule: see scheduler.cuh. Tiles of many tokens are taken from a counter. Sums along K are never split, so the bits of a row depend on nothing else.
 //
-// Parts, in the order of compilation: quantizers/encode.cuh, config.cuh, matmul/hopper/ptx.cuh,
-// matmul/hopper/pipeline.cuh, tiles.cuh, scheduler.cuh, epilogue.cuh, columns_epilogue.cuh or
-// rows_epilogue.cuh, grouped_gemm.cu.
+// Parts, in the order of compilation: quantizers/encode.cuh, config.cuh, matmul/hopper/barriers.cuh,
+// matmul/hopper/ptx.cuh, matmul/hopper/pipeline.cuh, routes.cuh, tiles.cuh, scheduler.cuh,
+// activation.cuh, epilogue.cuh, columns_epilogue.cuh or rows_epilogue.cuh, grouped_gemm.cu.
 //
 //   macro             unit        meaning
 //   FIRST, SECOND     0 or 1      the products that the kernel computes

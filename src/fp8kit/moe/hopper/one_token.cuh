@@ -4,6 +4,8 @@
 //   HIDDEN          features    of the token and the result
 //   INNER           features    of the intermediate
 //   PAIRS           pairs       of the token and an expert, at most 32
+//   ROWS            rows        of a weight in a block
+//   GATE_WARPS      warps       of a block of gates_and_ups
 //   DOWN_WARPS      warps       of a block of downs
 //   WEIGHT_BLOCKS   0 or 1      weights have a scale for each 128x128
 //   GIVEN_SCALE     0 or 1      the intermediate has a static scale
@@ -13,19 +15,10 @@
 //
 // VECTORS and SCALES are read by token.cuh, GELU and LIMITED by activation.cuh. Sums have a fixed order.
 
-constexpr int SPAN = 128, ROWS = 8;  // along K, and weight rows, of a dot product of two MMAs
+constexpr int SPAN = 128;  // along K of a dot product of two MMAs
+static_assert(ROWS == 8, "weight rows of these");
 
-// A barrier for loads of one thread.
-__device__ __forceinline__ void barrier_init(u32 barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared(to)),
-               "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
-// One of the two weights of all experts.
+// One of the two weights of all experts. Scales and biases are read from L2, see routes.cuh.
 struct Weights {
   const u8* codes;  // [experts, rows, k]
   const float* scale;
@@ -34,13 +27,16 @@ struct Weights {
 
   __device__ const u8* row_of(int expert, int row) const { return codes + ((long long)expert * rows + row) * k; }
   // The factor of a row in a span.
-  __device__ const float* factor(int expert, int row, int span) const {
+  __device__ float factor(int expert, int row, int span) const {
     const float* const of_expert = scale + (long long)expert * expert_stride;
-    return WEIGHT_BLOCKS ? of_expert + row / 128 * ((k + SPAN - 1) / SPAN) + span : of_expert + row * row_stride;
+    return __ldcg(WEIGHT_BLOCKS ? of_expert + row / 128 * ((k + SPAN - 1) / SPAN) + span : of_expert + row * row_stride);
   }
   template <int BIAS_KIND>
   __device__ float added(int expert, int row) const {
-    return bias ? load_value<BIAS_KIND>(bias, (long long)expert * rows + row) : 0.0f;
+    if (!bias) return 0.0f;
+    const long long at = (long long)expert * rows + row;
+    if (BIAS_KIND == F32) return __ldcg((const float*)bias + at);
+    return widen<BIAS_KIND>(__ldcg((const u16*)bias + at));
   }
 };
 
@@ -49,7 +45,7 @@ struct Weights {
 // in both.
 __device__ __forceinline__ float2 dot(const u8* rows, int pitch, bool inside, const u8* codes) {
   const int lane = threadIdx.x % 32, at = lane % 8 * 16;
-  const uint4 zero = make_uint4(0, 0, 0, 0), x = *(const uint4*)(codes + at);
+  const uint4 zero = make_uint4(0, 0, 0, 0), x = inside ? *(const uint4*)(codes + at) : zero;
   const uint4 low = inside ? *(const uint4*)(rows + lane / 8 * pitch + at) : zero;
   const uint4 high = inside ? *(const uint4*)(rows + (lane / 8 + 4) * pitch + at) : zero;
   float sum[4] = {};

@@ -22,7 +22,7 @@ from fp8kit.moe.problem import ExpertOperands, ExpertsProblem, ExpertWeights
 from fp8kit.runtime import cuda_launch
 
 _ROWS = 8  # of weights in a block, which is as many features
-_GATE_THREADS, _MOST_DOWN_WARPS = 128, 16
+_GATE_WARPS, _MOST_DOWN_WARPS = 4, 16
 _MOST_PAIRS = 32  # that lanes of a warp hold
 _STATIC_SMEM = 2048  # of a block, in bytes, beside the codes of the token
 
@@ -45,6 +45,8 @@ def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
     with torch.cuda.device(x.device):
         h = x.new_empty(ids.numel(), problem.intermediate, dtype=torch.float32)
         y = x.new_empty(x.shape)
+        # the second kernel reads routes and weights before the first has ended: every block of that
+        # waits for what came before it, and only then lets the next kernel start
         for kernel, blocks, arguments in (
             _gates_and_ups(operands, problem, h),
             _downs(operands, problem, h, y),
@@ -99,8 +101,9 @@ def variant(operands: ExpertOperands, problem: ExpertsProblem) -> OneTokenVarian
     assert group is not None
     padded = GROUP * -(-problem.hidden // GROUP)
     return OneTokenVariant(
-        problem.hidden, problem.intermediate, problem.top_k, _down_warps(problem),
-        -(-padded // (VECTOR * _GATE_THREADS)), SCALES[group], problem.w_group == BLOCK,
+        problem.hidden, problem.intermediate, problem.top_k, _ROWS, _GATE_WARPS,
+        _down_warps(problem), -(-padded // (VECTOR * 32 * _GATE_WARPS)), SCALES[group],
+        problem.w_group == BLOCK,
         problem.static_intermediate, act.kind == "gelu_tanh", act.limit is not None,
         problem.x_dtype, (bias_dtype(operands.w13), bias_dtype(operands.w2)),
     )  # fmt: skip
@@ -131,7 +134,7 @@ def down_bytes(problem: ExpertsProblem) -> int:
 @functools.cache
 def _gates_kernel(built: OneTokenVariant, shared: int, device: int) -> cuda_launch.Kernel:
     source, place = one_token_source(built, "gates_and_ups"), torch.device("cuda", device)
-    return cuda_launch.Kernel(source, "gates_and_ups", _GATE_THREADS, 1, shared, place)
+    return cuda_launch.Kernel(source, "gates_and_ups", 32 * _GATE_WARPS, 1, shared, place)
 
 
 @functools.cache

@@ -85,6 +85,8 @@ class OneTokenVariant(NamedTuple):
     hidden: int
     inner: int
     pairs: int
+    rows: int
+    gate_warps: int
     down_warps: int
     vectors: int
     scales: int
