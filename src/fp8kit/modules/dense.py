@@ -128,7 +128,7 @@ def extras(linear: nn.Linear, tried: dict[Any, Any]) -> list[str]:
     if not found and type(linear).forward is not nn.Linear.forward:
         key = ("numbers", *_kind(linear))
         if key not in tried:
-            with on_trial(), Alone():
+            with on_trial(), Alone():  # type: ignore[no-untyped-call]
                 tried[key] = _numbers_used(linear)
         found = tried[key]
     return sorted(found)

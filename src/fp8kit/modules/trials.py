@@ -46,7 +46,7 @@ class _Bounded(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Alone(TorchDispatchMode):
+class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises where code would wait for other processes, which may not run it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
