@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrizations, prune
 
@@ -440,6 +442,34 @@ class Scaled(nn.Linear):
 def test_numbers_that_a_subclass_computes_with_keep_it_dense() -> None:
     assert "has more than it: scale, squared;" in reasons(fp8kit.convert(one(Scaled())))["fc"]
     assert [r.name for r in fp8kit.convert(one(Scaled()), include=["fc"]).converted] == ["fc"]
+
+
+GATHERED: list[torch.Size] = []
+
+
+class Gathered(nn.Linear):
+    """Adds up what several processes have, where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(D, D)
+        self.gathers = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.gathers:
+            dist.all_reduce(y)
+            GATHERED.append(y.shape)
+        return y
+
+
+def test_no_trial_of_a_number_waits_for_other_processes(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        report = fp8kit.convert(one(Gathered()))
+    finally:
+        dist.destroy_process_group()
+    assert "has more than it: gathers;" in reasons(report)["fc"]
+    assert not GATHERED
 
 
 def test_a_subclass_with_more_than_its_parent_converts_on_request() -> None:

@@ -12,7 +12,15 @@ from torch.nn import functional
 
 from fp8kit.errors import InvalidType
 from fp8kit.functional import dequantize
-from fp8kit.modules.trials import CopyError, contents, on_trial, owned, row_factors, set_training
+from fp8kit.modules.trials import (
+    Alone,
+    CopyError,
+    contents,
+    on_trial,
+    owned,
+    row_factors,
+    set_training,
+)
 
 if TYPE_CHECKING:
     from fp8kit.modules.linear import Fp8Linear
@@ -117,12 +125,12 @@ def extras(linear: nn.Linear, tried: dict[Any, Any]) -> list[str]:
     for cls in type(linear).__mro__:
         if cls not in nn.Linear.__mro__:  # a mixin may come after nn.Linear
             found |= {n for n in vars(cls) if n not in _PLAIN and not _MAKING.fullmatch(n)}
-    if type(linear).forward is not nn.Linear.forward:
+    if not found and type(linear).forward is not nn.Linear.forward:
         key = ("numbers", *_kind(linear))
         if key not in tried:
-            with on_trial():
+            with on_trial(), Alone():  # type: ignore[no-untyped-call]
                 tried[key] = _numbers_used(linear)
-        found |= tried[key]
+        found = tried[key]
     return sorted(found)
 
 

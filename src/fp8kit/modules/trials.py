@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _MOST_COPIED = 2**22  # numbers: a module may hold the whole model in an attribute
 _MOST_READ = 2**14  # bytes of a tensor that are compared
@@ -42,6 +43,15 @@ class _Bounded(TorchFunctionMode):
             self.copied += args[0].numel()
             if self.copied > _MOST_COPIED:
                 raise CopyError(f"it holds tensors of more than {_MOST_COPIED} numbers")
+        return func(*args, **(kwargs or {}))
+
+
+class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises where code would wait for other processes, which may not run it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise RuntimeError(f"{func} waits for other processes")
         return func(*args, **(kwargs or {}))
 
 

@@ -169,6 +169,14 @@ def test_a_marker_of_two_elements_asks_for_16_bit(
     assert [layer.scheme for layer in found.layers] == [scheme, "FP8"]
 
 
+def test_odd_params_of_a_layer_are_named_by_their_place(tmp_path: Path) -> None:
+    q = fp8kit.quantize(torch.ones(16, 16), fp8kit.TENSOR)
+    scaled = {"weight": q.data, "weight_scale": torch.ones(())}
+    file = written(tmp_path, "header", "float8_e4m3fn", {"params": [1]}, **scaled)
+    with pytest.raises(CheckpointError, match=r"The file has _quantization_metadata: fc: params ="):
+        open_checkpoint(file)
+
+
 @pytest.mark.parametrize("announced", ["header", "tensor"])
 @pytest.mark.parametrize("says", [{"convrot": True}, {"params": {"convrot": True}}])
 def test_a_layer_whose_input_is_rotated_is_refused(

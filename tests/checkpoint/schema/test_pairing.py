@@ -88,6 +88,12 @@ def test_a_layer_that_computes_with_more_than_its_weight(kind: str, does: str) -
     assert "without AWQ, SmoothQuant, FlatQuant, SVDQuant or dual scales" in text
 
 
+def test_scales_of_inputs_beside_a_wrapped_layer() -> None:
+    tensors = {"a.linear.weight": W, "a.linear.weight_scale": (F32, ())}
+    found = read(None, **tensors, **{"a.div.mul_scale": (F32, (128,))})
+    assert problem(found).startswith("a.div.mul_scale multiplies what goes into its layer")
+
+
 @pytest.mark.parametrize("quantization", [None, BLOCK])
 @pytest.mark.parametrize("name", ["a.weight", "a.qweight"])
 def test_an_integer_weight_is_no_weight_in_high_precision(quantization: Any, name: str) -> None:

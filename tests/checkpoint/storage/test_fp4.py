@@ -301,6 +301,10 @@ def test_exponents_in_the_tiles_of_lightx2v_are_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(fp8kit.CheckpointError, match="LightX2V writes such scales, in tiles of"):
         open_checkpoint(tmp_path)
+    tensors["fc.weight_packed"] = tensors.pop("fc.weight")  # as compressed-tensors names codes
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert not open_checkpoint(tmp_path).problems
+    tensors["fc.weight"] = tensors.pop("fc.weight_packed")
     tensors["fc.weight_scale"] = exponents
     save_file(tensors, tmp_path / "model.safetensors")
     assert not open_checkpoint(tmp_path).problems

@@ -43,6 +43,15 @@ def test_each_expert_gets_the_rows_of_its_projection(parts: tuple[str, ...]) -> 
     assert list(offsets.values()) == [64, 64 + 24, 64 + 48, 64 + 72]
 
 
+def test_an_input_scale_for_each_half_is_cut_as_a_scale_of_the_weight() -> None:
+    found = sliced(with_scale((2, 2), "activation_scale"))
+    places = [
+        found[f"m.experts.{e}.{p}_proj.activation_scale"] for e in (0, 1) for p in ("gate", "up")
+    ]
+    assert [p.offset for p in places] == [64, 68, 72, 76]
+    assert {p.shape for p in places} == {(1,)}
+
+
 def test_one_scale_of_an_expert_is_that_of_both_halves() -> None:
     found = sliced(with_scale((2, 1, 1)))
     places = [

@@ -611,8 +611,31 @@ class Rows(nn.Module):
         return y
 
 
-def test_layers_are_followed_through_long_methods_that_get_them() -> None:
-    assert set(weight_reads(model := Rows())) == set(model.many)
+def spread(layers: nn.ModuleList, period: int) -> list[list[nn.Module]]:
+    first: list[nn.Module] = []
+    second: list[nn.Module] = []
+    for i in range(len(layers) * period):
+        if period > 1 and i > 0 and i % period != 0:
+            second.append(layers[i // period])
+        elif i > 0 and period == 1:
+            second.append(layers[i % len(layers)])
+        first.append(layers[i % len(layers)])
+        second.append(layers[i // period if period > 0 else i])
+    return [first, second]
+
+
+class Spread(Rows):
+    """The same by a function, whose first argument is the layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer: Any = spread(self.many, 2)[1][0]
+        y: Tensor = layer(x.to(layer.weight.dtype))
+        return y
+
+
+@pytest.mark.parametrize("kind", [Rows, Spread])
+def test_layers_are_followed_through_long_code_that_gets_them(kind: type[Rows]) -> None:
+    assert set(weight_reads(model := kind())) == set(model.many)
 
 
 def test_a_method_is_no_container_for_its_name() -> None:

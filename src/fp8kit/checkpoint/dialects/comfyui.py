@@ -44,7 +44,8 @@ def _parse(source: Source) -> Announcement:
                 "not say, and its FP4 codes in another order than ComfyUI's.",
                 "Export it as a folder, without swizzling and without metadata of layers.",
             )
-        if entry.get("convrot") or base.objects(entry, "params").get("convrot"):
+        more = base.object_in(f"{place}: params", entry.get("params") or {})
+        if entry.get("convrot") or more.get("convrot"):
             raise base.rotated(f"{place} says convrot")
     # a file of several models has a marker for each
     markers = [n for n in source.kinds if n.rpartition(".")[2] == MARKER]

@@ -175,7 +175,9 @@ def _add_layer(
         for on_disk in held[role][:1]:
             found.tensors[ours] = on_disk
     for kind, does in _MORE.items():
-        if (other := named(name, kind)) in source.kinds:
+        # msmodelslim writes what it wraps as X.linear
+        names = {named(name, kind), named(name.removesuffix(".linear"), kind)}
+        for other in names & source.kinds.keys():
             said = teach(
                 f"{other} {does}.",
                 "Layers here compute with a weight and one scale for each of its groups: every "

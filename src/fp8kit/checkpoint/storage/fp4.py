@@ -48,7 +48,8 @@ def unpacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         layer, _, kind = name.rpartition(".")
         beside = (tensors.get(f"{layer}.{scale}") for scale in _EXPONENTS)
         if kind in _MATRICES and any(_is_matrix(info, scale) for scale in beside):
-            _refuse_tiles(info, tensors.get(f"{layer}.weight_scale"))
+            if kind == "weight":
+                _refuse_tiles(info, tensors.get(f"{layer}.weight_scale"))
             sides = (info.shape[0], 2 * info.shape[1])
             held = replace(found.pop(name), dtype=_CODES, shape=sides, packed=True)
             found[f"{layer}.weight"] = held

@@ -258,8 +258,9 @@ class Reader:
         if not _is_python(function) or depth > DEPTH:
             self.escape(united(*args, *kwargs.values()), getattr(function, "__qualname__", "code"))
             return ()
-        passed = list(leaves(united(*args[1:], *kwargs.values())))
-        brings = any(isinstance(v, Weight) for v in leaves(united(*args[:1], passed)))
+        own = function.__code__.co_varnames[:1] == ("self",)
+        passed = list(leaves(united(*args[own:], *kwargs.values())))
+        brings = any(isinstance(v, Weight) for v in leaves(united(*args[:own], passed)))
         brings |= any(isinstance(v, nn.Module) for v in passed)
         long = len(function.__code__.co_code) > _SHORT
         if long and not brings and not self.is_suspect(function):
