@@ -16,18 +16,23 @@ sources = pytest.importorskip("fp8kit.moe.hopper.source", reason="no cuda-bindin
 pytestmark = pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_nvrtc()))
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-FIRST = sources.Variant(
-    Products.FIRST, True, False, False, True, False, False, False, False, BF16, (F32, F32)
-)
+LAYER = sources.LayerVariant(False, False, False, False, BF16, (F32, F32))
+BLOCKS = LAYER._replace(weight_blocks=True)
+FIRST = sources.Variant(Products.FIRST, True, False, False, True, LAYER)
 GELU_STATIC = FIRST._replace(
-    lists=False, h_groups=False, given_scale=True, gelu=True, limited=True, bias_dtypes=(F16, F16)
+    lists=False,
+    h_groups=False,
+    layer=LAYER._replace(given_scale=True, gelu=True, limited=True, bias_dtypes=(F16, F16)),
 )
 GATHERING = FIRST._replace(lists=False, gathers=True)
-FIRST_BLOCKS = FIRST._replace(x_groups=True, weight_blocks=True, bias_dtypes=(BF16, F32))
-SECOND = FIRST._replace(products=Products.SECOND, lists=False, bias_dtypes=(F32, BF16))
-SECOND_BLOCKS = SECOND._replace(weight_blocks=True, dtype=F16)
+FIRST_BLOCKS = FIRST._replace(x_groups=True, layer=BLOCKS._replace(bias_dtypes=(BF16, F32)))
+WITH_BIAS = LAYER._replace(bias_dtypes=(F32, BF16))
+SECOND = FIRST._replace(products=Products.SECOND, lists=False, layer=WITH_BIAS)
+SECOND_BLOCKS = SECOND._replace(layer=WITH_BIAS._replace(weight_blocks=True, dtype=F16))
 BOTH = FIRST._replace(products=Products.BOTH)
-BOTH_BLOCKS = FIRST_BLOCKS._replace(products=Products.BOTH, bias_dtypes=(BF16, F16))
+BOTH_BLOCKS = FIRST_BLOCKS._replace(
+    products=Products.BOTH, layer=BLOCKS._replace(bias_dtypes=(BF16, F16))
+)
 BOTH_STATIC = GELU_STATIC._replace(products=Products.BOTH, lists=True)
 VARIANTS = (GELU_STATIC, FIRST, FIRST_BLOCKS, SECOND, SECOND_BLOCKS)
 GATHERS = (GATHERING, FIRST_BLOCKS._replace(lists=False, gathers=True))

@@ -1,5 +1,14 @@
 // PTX instructions of mbarriers and of copies without a tensor map, by name.
 
+__device__ __forceinline__ void barrier_init(u32 barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+// Shows barriers that were set up to the cluster and to TMA.
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
 // Return whether the phase with this parity has completed, without waiting.
 __device__ __forceinline__ bool barrier_test(u32 barrier, u32 parity) {
   u32 done;
@@ -45,11 +54,6 @@ __device__ __forceinline__ void barrier_arrive_after(u32 barrier, u32 read) {
       "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n"
       "@!p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier), "r"(read)
       : "memory");
-}
-
-// A barrier for loads of one thread, which other proxies see.
-__device__ __forceinline__ void barrier_init(u32 barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(barrier) : "memory");
 }
 
 // Copies whole lines of 16 bytes, all of which are aligned to them.

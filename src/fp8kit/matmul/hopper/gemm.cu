@@ -90,20 +90,17 @@ extern "C" __global__ void REGISTER_LIMIT hopper_gemm(
   TileScheduler tile({band, band_inverse, full_waves}, m, n, k, rank);
 
   if (threadIdx.x == 0) {
-    auto init = [](u32 barrier, int arrivals) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-    };
     for (int s = 0; s < WEIGHT_STAGES; s++) {
-      init(w_full[s], 1);
-      init(w_empty[s], RELEASES * WARPGROUPS);
+      barrier_init(w_full[s], 1);
+      barrier_init(w_empty[s], RELEASES * WARPGROUPS);
     }
     for (int s = 0; s < TOKEN_BARRIERS; s++) {
-      init(x_full[s], 1);
-      init(x_empty[s], RELEASES * WARPGROUPS);
+      barrier_init(x_full[s], 1);
+      barrier_init(x_empty[s], RELEASES * WARPGROUPS);
     }
-    init(shared(&partials_received), 1);
-    if (CLUSTER_SYNC_EVERY > 0) init(shared(&peer_arrived), 2);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_init(shared(&partials_received), 1);
+    if (CLUSTER_SYNC_EVERY > 0) barrier_init(shared(&peer_arrived), 2);
+    barrier_init_fence();
     if (SPLIT_K > 1)
       barrier_expect(shared(&partials_received),
                      (SPLIT_K - 1) *

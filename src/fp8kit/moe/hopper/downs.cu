@@ -83,7 +83,10 @@ extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS, DOWN_WARPS > 8 ? 2
   };
   int row = blockIdx.x * ROWS;
   if (warp == 0) {
-    if (lane == 0) barrier_init(shared(&arrived));
+    if (lane == 0) {
+      barrier_init(shared(&arrived), 1);
+      barrier_init_fence();
+    }
     load_weights(row);
   }
   float factor = factor_of_thread(row), added = warp == 0 ? biases(row) : 0.0f;

@@ -16,7 +16,10 @@ extern "C" __global__ void __launch_bounds__(32 * GATE_WARPS) gates_and_ups(
   const Weights w = {codes, scale, bias, rows, HIDDEN, expert_stride, row_stride};
   const int pair = blockIdx.x / (INNER / ROWS), feature = blockIdx.x % (INNER / ROWS) * ROWS, row = feature * step;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) barrier_init(shared(&arrived));
+  if (threadIdx.x == 0) {
+    barrier_init(shared(&arrived), 1);
+    barrier_init_fence();
+  }
   // downs start when all blocks have waited: what is older than this kernel they read without a wait
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
   const int expert = Routes{ids, id_bytes, PAIRS, experts}.expert(pair);

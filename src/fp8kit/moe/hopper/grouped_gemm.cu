@@ -350,19 +350,16 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
   [[maybe_unused]] int rank = 0;
   if (CLUSTER > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   if (threadIdx.x == 0) {
-    auto init = [](u32 barrier, int arrivals) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-    };
     for (int s = 0; s < STAGES; s++) {
-      init(ring.full[s], 2);  // warps that load
-      init(ring.empty[s], 4 * WARPGROUPS);
+      barrier_init(ring.full[s], 2);  // warps that load
+      barrier_init(ring.empty[s], 4 * WARPGROUPS);
     }
-    init(shared(&maxima_received), 1);
+    barrier_init(shared(&maxima_received), 1);
     for (int s = 0; s < TileQueue::SLOTS; s++) {
-      init(queue.told[s], 1);
-      init(queue.read[s], TileQueue::READERS);
+      barrier_init(queue.told[s], 1);
+      barrier_init(queue.read[s], TileQueue::READERS);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_init_fence();
   }
 #if FIRST
   const Operands<FirstProduct> up = {

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8kit.formats import GROUP128, ROW, TENSOR, GroupShape
+from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
+from fp8kit.moe.hopper.source import LayerVariant
 from fp8kit.moe.hopper.tile_config import FEW_PAIRS, GroupedConfig
 from fp8kit.moe.problem import ExpertOperands, ExpertsProblem, ExpertWeights
 from fp8kit.runtime import cuda_launch
@@ -76,8 +77,16 @@ def row_pitch(rows: Rows) -> int:
     return rows.scale.stride(0) if rows.group == GROUP128 else 0
 
 
-def bias_dtype(w: ExpertWeights) -> torch.dtype:
-    """Return the dtype that a kernel reads a bias in; that of one that is not there is float32."""
+def layer_variant(operands: ExpertOperands, problem: ExpertsProblem) -> LayerVariant:
+    """Return what the kernels of both products are compiled for."""
+    act, (w13, w2) = problem.activation, (operands.w13, operands.w2)
+    return LayerVariant(
+        problem.w_group == BLOCK, problem.static_intermediate, act.kind == "gelu_tanh",
+        act.limit is not None, problem.x_dtype, (_bias_dtype(w13), _bias_dtype(w2)),
+    )  # fmt: skip
+
+
+def _bias_dtype(w: ExpertWeights) -> torch.dtype:
     return torch.float32 if w.bias is None else w.bias.dtype
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fp8kit.formats import BLOCK, GROUP128, ROW, min_scale
-from fp8kit.moe.hopper.launches import SCALES, Launch, bias_dtype, integers, pointers
+from fp8kit.matmul.hopper.tile_config import round_up
+from fp8kit.moe.hopper.launches import SCALES, Launch, integers, layer_variant, pointers
 from fp8kit.moe.hopper.source import OneTokenVariant, one_token_source
 from fp8kit.moe.hopper.tile_config import GROUP, SMEM, VECTOR
 from fp8kit.moe.problem import ExpertOperands, ExpertsProblem, ExpertWeights
@@ -41,21 +42,23 @@ def serves(problem: ExpertsProblem) -> bool:
 
 def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
     """Compute a layer of experts of one token; operands lie as the kernels load them."""
-    x, ids = operands.x, operands.ids
+    x, ids, built = operands.x, operands.ids, variant(operands, problem)
     with torch.cuda.device(x.device):
         h = x.new_empty(ids.numel(), problem.intermediate, dtype=torch.float32)
         y = x.new_empty(x.shape)
         # the second kernel reads routes and weights before the first has ended: every block of that
         # waits for what came before it, and only then lets the next kernel start
         for kernel, blocks, arguments in (
-            _gates_and_ups(operands, problem, h),
-            _downs(operands, problem, h, y),
+            _gates_and_ups(operands, problem, built, h),
+            _downs(operands, problem, built, h, y),
         ):
             kernel.launch(blocks, arguments, overlap=True)
     return y
 
 
-def _gates_and_ups(operands: ExpertOperands, problem: ExpertsProblem, h: Tensor) -> Launch:
+def _gates_and_ups(
+    operands: ExpertOperands, problem: ExpertsProblem, built: OneTokenVariant, h: Tensor
+) -> Launch:
     x, w, _, ids, _ = operands
     assert problem.x_group is not None
     act, inner = problem.activation, problem.intermediate
@@ -69,11 +72,13 @@ def _gates_and_ups(operands: ExpertOperands, problem: ExpertsProblem, h: Tensor)
         *(ctypes.c_float(v) for v in (act.limit or 0.0, act.alpha, act.up_offset)),
         *pointers(h),
     )
-    kernel = _gates_kernel(variant(operands, problem), gate_bytes(problem), x.device.index)
+    kernel = _gates_kernel(built, gate_bytes(problem), x.device.index)
     return Launch(kernel, ids.numel() * (inner // _ROWS), arguments)
 
 
-def _downs(operands: ExpertOperands, problem: ExpertsProblem, h: Tensor, y: Tensor) -> Launch:
+def _downs(
+    operands: ExpertOperands, problem: ExpertsProblem, built: OneTokenVariant, h: Tensor, y: Tensor
+) -> Launch:
     _, _, w, ids, weights = operands
     arguments = (
         *_routes(ids, problem),
@@ -82,7 +87,7 @@ def _downs(operands: ExpertOperands, problem: ExpertsProblem, h: Tensor, y: Tens
         *_weights(w, problem),
         *pointers(y),
     )
-    kernel = _downs_kernel(variant(operands, problem), down_bytes(problem), y.device.index)
+    kernel = _downs_kernel(built, down_bytes(problem), y.device.index)
     return Launch(kernel, min(problem.hidden // _ROWS, kernel.most_blocks), arguments)
 
 
@@ -97,15 +102,12 @@ def _weights(w: ExpertWeights, problem: ExpertsProblem) -> list[Any]:
 
 def variant(operands: ExpertOperands, problem: ExpertsProblem) -> OneTokenVariant:
     """Return what both kernels are compiled for."""
-    act, group = problem.activation, problem.x_group
-    assert group is not None
-    padded = GROUP * -(-problem.hidden // GROUP)
+    assert problem.x_group is not None
+    padded = round_up(problem.hidden, GROUP)
     return OneTokenVariant(
         problem.hidden, problem.intermediate, problem.top_k, _ROWS, _GATE_WARPS,
-        _down_warps(problem), -(-padded // (VECTOR * 32 * _GATE_WARPS)), SCALES[group],
-        problem.w_group == BLOCK,
-        problem.static_intermediate, act.kind == "gelu_tanh", act.limit is not None,
-        problem.x_dtype, (bias_dtype(operands.w13), bias_dtype(operands.w2)),
+        _down_warps(problem), -(-padded // (VECTOR * 32 * _GATE_WARPS)), SCALES[problem.x_group],
+        layer_variant(operands, problem),
     )  # fmt: skip
 
 

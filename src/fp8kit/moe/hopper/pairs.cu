@@ -162,12 +162,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_and_quantize(
   __syncthreads();  // own_rows, maxima
   if (!SORTS && !GATHERED) load_rows();
   float of_group[VECTORS];
-  const float scale = held.quantize(maxima, given_scale, min_scale, vectors, [&](int i, int at, uint2 bytes, float of_vector) {
+  const auto store = [&](int i, int at, uint2 bytes, float of_vector) {
     of_group[i] = of_vector;
     if (GATHERED) *(uint2*)(codes + token * row_bytes + at * EACH) = bytes;
     for (int j = 0; j < top_k && !GATHERED; j++)
       if (own_rows[j] >= 0) *(uint2*)(codes + own_rows[j] * row_bytes + at * EACH) = bytes;
-  });
+  };
+  const float scale = held.quantize(maxima, given_scale, min_scale, vectors, store);
   if (GATHERED) load_rows();
   if (SCALES == 0)
     for (int i = threadIdx.x; i < top_k; i += THREADS)

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.formats import BLOCK, GROUP128, ROW, min_scale
+from fp8kit.formats import GROUP128, ROW, min_scale
 from fp8kit.matmul.hopper.tile_config import TILE_K, round_up
 from fp8kit.moe.hopper.launches import (
     Call,
     Launch,
     Rows,
-    bias_dtype,
     few,
     gathers,
     integers,
+    layer_variant,
     pointers,
     row_pitch,
 )
@@ -41,14 +41,12 @@ def multiply(call: Call, rows: Rows, h: Rows, products: Tensor) -> list[Launch]:
 
 
 def _product(call: Call, rows: Rows, h: Rows, products: Tensor, which: Products) -> Launch:
-    (x, w13, w2, ids, _), problem, config, found = call
-    act, device = problem.activation, x.device.index
+    (x, _, _, ids, _), problem, config, found = call
+    device = x.device.index
     pairs, experts = ids.numel(), problem.experts
     variant = Variant(
         which, Products.FIRST in which and few(call), which == Products.FIRST and gathers(call),
-        rows.group == GROUP128, h.group == GROUP128, problem.w_group == BLOCK,
-        problem.static_intermediate, act.kind == "gelu_tanh", act.limit is not None,
-        problem.x_dtype, (bias_dtype(w13), bias_dtype(w2)),
+        rows.group == GROUP128, h.group == GROUP128, layer_variant(call.operands, problem),
     )  # fmt: skip
     kernel = _grouped_kernel(config, variant, device)
     arguments: list[Any] = []

@@ -27,8 +27,32 @@ _BEFORE = (
 _OF_CONFIG = (
     "swap_ab mma_n warpgroups epilogue_tokens blocks_per_sm band pipelined_steps narrow".split()
 )
-_OF_VARIANT = "lists gathers given_scale gelu limited x_groups h_groups weight_blocks".split()
+_OF_VARIANT = "lists gathers x_groups h_groups".split()
 KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}  # dtype tags of the kernels
+
+
+class LayerVariant(NamedTuple):
+    """What the kernels of a layer's products are compiled for, however many tokens there are.
+
+    ``given_scale``: the result of the first has a static one. ``gelu``, by tanh, stands for SiLU.
+    The ``dtype`` is that of the second product's result, of a bias that is not there float32.
+    """
+
+    weight_blocks: bool
+    given_scale: bool
+    gelu: bool
+    limited: bool
+    dtype: torch.dtype
+    bias_dtypes: tuple[torch.dtype, torch.dtype]
+
+    def macros(self) -> dict[str, int]:
+        """Return it as the kernels read it."""
+        return {
+            **_named(self, ("weight_blocks", "given_scale", "gelu", "limited")),
+            "BIAS_KIND_13": KINDS[self.bias_dtypes[0]],
+            "BIAS_KIND_2": KINDS[self.bias_dtypes[1]],
+            "KIND": KINDS[self.dtype],
+        }
 
 
 class Variant(NamedTuple):
@@ -36,8 +60,6 @@ class Variant(NamedTuple):
 
     It ``lists`` few pairs itself, and its first product ``gathers`` the rows of pairs from tokens.
     ``x_groups`` and ``h_groups``: rows of the first and second product have a scale per 128 of K.
-    ``given_scale``: the result of the first has a static one. ``gelu``, by tanh, stands for SiLU.
-    The ``dtype`` is that of the second product's result, of a bias that is not there float32.
     """
 
     products: Products
@@ -45,12 +67,7 @@ class Variant(NamedTuple):
     gathers: bool
     x_groups: bool
     h_groups: bool
-    weight_blocks: bool
-    given_scale: bool
-    gelu: bool
-    limited: bool
-    dtype: torch.dtype
-    bias_dtypes: tuple[torch.dtype, torch.dtype]
+    layer: LayerVariant
 
     @property
     def token_groups(self) -> bool:
@@ -90,21 +107,12 @@ class OneTokenVariant(NamedTuple):
     down_warps: int
     vectors: int
     scales: int
-    weight_blocks: bool
-    given_scale: bool
-    gelu: bool
-    limited: bool
-    dtype: torch.dtype
-    bias_dtypes: tuple[torch.dtype, torch.dtype]
+    layer: LayerVariant
 
 
 def _named(facts: object, names: Iterable[str]) -> dict[str, int]:
     """Return attributes as macros of the same names, in capitals."""
     return {name.upper(): int(getattr(facts, name)) for name in names}
-
-
-def _bias_kinds(dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, int]:
-    return {"BIAS_KIND_13": KINDS[dtypes[0]], "BIAS_KIND_2": KINDS[dtypes[1]]}
 
 
 def grouped_source(config: GroupedConfig, variant: Variant) -> str:
@@ -118,8 +126,7 @@ def grouped_source(config: GroupedConfig, variant: Variant) -> str:
         "FIRST": int(Products.FIRST in variant.products),
         "SECOND": int(Products.SECOND in variant.products),
         "FEW_PAIRS": FEW_PAIRS,
-        **_bias_kinds(variant.bias_dtypes),
-        "KIND": KINDS[variant.dtype],
+        **variant.layer.macros(),
         **wgmma(config.mma_n),
     }
     epilogue = f"moe/hopper/{'columns' if config.swap_ab else 'rows'}_epilogue.cuh"
@@ -146,12 +153,8 @@ def pairs_source(variant: PairsVariant) -> str:
 
 def one_token_source(variant: OneTokenVariant, kernel: str) -> str:
     """Return the CUDA source of ``gates_and_ups`` or ``downs``."""
-    own = (name for name in variant._fields if "dtype" not in name)
-    macros: dict[str, int | str] = {
-        **_named(variant, own),
-        **_bias_kinds(variant.bias_dtypes),
-        "KIND": KINDS[variant.dtype],
-    }
+    own = (name for name in variant._fields if name != "layer")
+    macros: dict[str, int | str] = {**_named(variant, own), **variant.layer.macros()}
     return nvrtc.joined(
         macros,
         "quantizers/encode.cuh",
