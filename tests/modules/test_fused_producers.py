@@ -721,7 +721,7 @@ class Logits(nn.Module):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("fuse", ["all", "none"])
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "Qwen3Moe"])
 def test_data_parallel_runs_on_every_gpu(name: str, scheme: str, fuse: str) -> None:
     gpu = torch.device("cuda", 0)
     model = build(name, gpu) if name in MODELS else tiny(name).to(gpu)
