@@ -108,8 +108,14 @@ def chosen(
 ) -> Sequence[str] | None:
     """Return patterns for what a function chooses among layers, or the patterns that were given.
 
-    Raises ``ConversionError`` if the function chooses none.
+    Raises ``ConversionError`` if the function chooses none, ``TypeError`` for a class.
     """
+    if isinstance(given, type):
+        raise InvalidType(
+            f"Got the class {given.__name__} as {argument}.",
+            "It must be a list of patterns, or a function of a layer's name and the layer.",
+            f"Pass {argument}=lambda name, layer: isinstance(layer, {given.__name__}).",
+        )
     if given is None or not callable(given):
         return given
     layers = list(layers)
@@ -146,7 +152,7 @@ def check_patterns(
             "Where there is no model, only names of tensors, layers are chosen by patterns.",
             f"Pass {argument}=[...]; fp8kit.plan and convert take functions.",
         )
-    if not isinstance(patterns, Iterable):
+    if not isinstance(patterns, Collection):  # an iterator would be empty after this
         raise InvalidType(
             f"Got {argument}={patterns!r:.80}.",
             "It must be a list of patterns over the names of layers.",
