@@ -528,10 +528,20 @@ def test_a_full_disk_at_any_write(code: int, nano: Path, tmp_path: Path, disk: D
     }
     for call, when in faults.values():
         disk.refuses(call, code, when)
-        with pytest.raises(CheckpointError, match="no room to write"):
+        with pytest.raises(CheckpointError, match="no room to write") as caught:
             stream(nano, tmp_path / "out")
+        assert str(nano) not in str(caught.value)
         disk.mend()
     stream(nano, tmp_path / "out")
+
+
+def test_a_file_beside_the_weights_that_cannot_be_read(
+    nano: Path, tmp_path: Path, disk: Disk
+) -> None:
+    disk.refuses("copyfile", errno.EACCES)
+    message = rf"{nano}/\S+ cannot be opened: Permission denied\. It is copied"
+    with pytest.raises(CheckpointError, match=message):
+        stream(nano, tmp_path / "out")
 
 
 def test_other_errors_of_the_disk_are_not_called_full(
