@@ -413,6 +413,14 @@ def test_a_changed_source_does_not_continue(nano: Path, tmp_path: Path) -> None:
         stream(source, tmp_path / "out")
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]"])
+def test_a_damaged_journal_says_how_to_start_anew(text: str, nano: Path, tmp_path: Path) -> None:
+    partial = interrupted(nano, tmp_path / "out", 2)
+    (partial.home / "journal.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"journal.json is damaged.*Start anew: rm -r \S+$"):
+        stream(nano, tmp_path / "out")
+
+
 def test_two_runs_at_once(nano: Path, tmp_path: Path) -> None:
     partial = journal.UnfinishedConversion((tmp_path / "out").resolve())
     with partial.locked(), pytest.raises(CheckpointError, match="Another process is writing"):
