@@ -22,7 +22,7 @@ constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? 208 : GATHERS ? 232 : 240; 
 constexpr bool TAKES_TURNS = WARPGROUPS == 1;
 // partial sums: with two, the half that is promoted is not the half that is multiplied; with four, two
 // steps are in flight
-constexpr int PARTIALS = !SWAP_AB ? 1 : MMA_N <= 32 ? 4 : 2, LAST = PARTIALS - 1;
+constexpr int PARTIALS = !SWAP_AB || MMA_N > 128 ? 1 : MMA_N <= 32 ? 4 : 2, LAST = PARTIALS - 1;
 
 // x by gates and ups, activated and quantized in groups.
 struct FirstProduct {
@@ -50,6 +50,6 @@ constexpr int EPILOGUE_BYTES = FIRST_BYTES > SECOND_BYTES ? FIRST_BYTES : SECOND
 static_assert(STAGES * STAGE_BYTES + WARPGROUPS * EPILOGUE_BYTES == SMEM_BYTES, "as the host counts");
 static_assert(TOKENS % EPILOGUE_TOKENS == 0, "whole turns");
 
-static_assert(MMA_N % 8 == 0 && MMA_N <= 128, "a thread scales one token");
+static_assert(MMA_N % 8 == 0 && MMA_N <= CONSUMERS, "a thread scales one token");
 static_assert(!FIRST || CLUSTER * HALF_ROWS == 128, "a cluster has the 128 features of a group");
 static_assert(!NARROW || (FIRST && SECOND && PARTIALS == 4), "few tokens alone are worth it");

@@ -39,6 +39,7 @@ from fp8kit.moe.hopper.products import multiply
 from fp8kit.moe.hopper.source import PairsVariant, combine_source, pairs_source
 from fp8kit.moe.hopper.tile_config import (
     HALF,
+    LEAST_WIDE,
     MOST_EXPERTS,
     PAIRS_OF_BLOCK,
     SORT_CLUSTER,
@@ -64,6 +65,7 @@ _CHECKED_FEW = 2  # whose pairs have narrow tiles
 # rows of a token that a thread loads together, by whether pairs are few: more hide latency, fewer
 # raise occupancy
 _AT_ONCE = {True: 8, False: 2}
+_LONG = 4096  # K of a product beside which an epilogue takes no time
 _MOST_VECTORS = 8  # of 16 bytes of a token that a thread holds
 
 
@@ -76,15 +78,23 @@ def supports(problem: ExpertsProblem | GroupedProblem) -> str | None:
         return lacking
     if one_token.serves(problem):
         return self_check.failure(problem, one_token.experts, tokens=1)
-    return (
+    failure = (
         self_check.failure(problem, experts)
         or self_check.failure(problem, experts, _CHECKED_FEW)
         or self_check.failure(problem, _in_large_tiles, _CHECKED_TOKENS)
     )
+    each = problem.m * problem.top_k / problem.experts  # or less, as m is rounded up
+    if failure or not _wide_tiles(problem) or each < LEAST_WIDE:
+        return failure
+    return self_check.failure(problem, _in_wide_tiles, _CHECKED_TOKENS)
 
 
 def _in_large_tiles(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
     return experts(operands, problem, choose(_MOST_PAIRS, 1))
+
+
+def _in_wide_tiles(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
+    return experts(operands, problem, choose(LEAST_WIDE, 1, wide_tiles=1))
 
 
 def _lacking(problem: ExpertsProblem) -> str | None:
@@ -132,7 +142,8 @@ def experts(
     if config is None and one_token.serves(problem):
         return one_token.experts(operands, problem)
     x, pairs = operands.x, operands.ids.numel()
-    config = config or choose(pairs, problem.experts, _whole_blocks(problem))
+    chosen_by = (_whole_blocks(problem), _wide_tiles(problem))
+    config = config or choose(pairs, problem.experts, *chosen_by)
     tiles = config.token_tiles(pairs, problem.experts)
     shape, given = (tiles * config.tokens, problem.hidden), operands.w13.input_scale
     with torch.cuda.device(x.device):
@@ -179,6 +190,17 @@ def _loadable_weights(w: ExpertWeights) -> ExpertWeights:
 def _whole_blocks(problem: ExpertsProblem) -> bool:
     """Return whether 128 gates, or ups, of a tile share the scale of one block."""
     return problem.w_group != BLOCK or not problem.intermediate % BLOCK.rows
+
+
+def _wide_tiles(problem: ExpertsProblem) -> int:
+    """Return how many tiles of 144 tokens an expert may have, so that they are faster than of 128.
+
+    Both warpgroups of a tile wait for each other's maxima behind its first product. That is worth
+    it where a second tile would read the weights again, and a third one if these are long.
+    """
+    if problem.w_group == BLOCK or problem.x_group == GROUP128:  # promotions take longer
+        return 0
+    return 2 if min(problem.hidden, problem.intermediate) >= _LONG else 1
 
 
 def _empty_sorted(pairs: int, rows: int, tiles: int, device: torch.device) -> Sorted:

@@ -21,8 +21,8 @@
 //
 // Main loop: as in the dense GEMM, each K step of 128 starts from zero and is promoted to fp32 registers.
 // With SWAP_AB the half that is promoted is not the half that is multiplied; of 32 tokens or fewer, the
-// MMAs of two steps are in flight. Without, there are registers for one partial sum, and one
-// warpgroup promotes while the other multiplies.
+// MMAs of two steps are in flight. Without, or with 144 tokens, there are registers for one partial sum,
+// and one warpgroup promotes while the other multiplies.
 //
 // Schedule: see scheduler.cuh. Tiles of many tokens are taken from a counter. Sums along K are never split, so the bits of a row depend on nothing else.
 //

@@ -69,7 +69,7 @@ def gathers(call: Call) -> bool:
     """
     if few(call):
         return False
-    return call.config.swap_ab or call.problem.intermediate <= _MOST_GATHERED * GROUP128.cols
+    return call.config.copies_rows or call.problem.intermediate <= _MOST_GATHERED * GROUP128.cols
 
 
 def row_pitch(rows: Rows) -> int:

@@ -22,6 +22,9 @@ _MOST_STAGES = 16
 _BAND_TOKENS = 1024  # whose codes stay in L2 while all weights of an expert pass
 _NARROW_PAIRS = 4  # with wider tiles the second product of so few leaves SMs without work
 _MANY = 128  # tokens of a tile that are the MMA's rows
+_WIDE = 144  # the most columns whose sums and one partial sum fit the registers
+_WIDE_REACH = 8  # tokens around whole tiles of _MANY, of which every other expert needs one more
+LEAST_WIDE = _MANY - _WIDE_REACH  # tokens of an expert, for which tiles of _WIDE are chosen
 # tokens of a tile, by how many an expert has on average: most experts fill one tile at most
 _TOKENS = ((3.0, 8), (10.0, 16), (20.0, 32), (36.0, 48), (56.0, 64), (72.0, 80))
 
@@ -36,7 +39,7 @@ class Products(enum.IntFlag):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedConfig:
-    """A configuration of both grouped GEMMs, for tiles of 8, 16, 32, 48, 64, 80 or 128 tokens.
+    """A configuration of both grouped GEMMs, for tiles of 8, 16, 32, 48, 64, 80, 128 or 144 tokens.
 
     A block has 1 or 2 ``warpgroups`` of consumers, each with 64 rows of both halves of a tile.
     ``narrow`` tiles of the second product have one half of weight rows, and twice as much of K.
@@ -50,7 +53,7 @@ class GroupedConfig:
     @property
     def swap_ab(self) -> bool:
         """Whether tokens are the MMA's columns."""
-        return self.tokens < _MANY
+        return self.tokens != _MANY
 
     @property
     def half_rows(self) -> int:
@@ -65,12 +68,19 @@ class GroupedConfig:
     @property
     def pipelined_steps(self) -> int:
         """K steps whose promotions overlap the next MMA."""
-        return 2 if self.swap_ab else 1
+        return 2 if self.tokens < _MANY else 1
 
     @property
     def epilogue_tokens(self) -> int:
         """Tokens whose codes a warpgroup moves to global memory at once: whole turns of a tile."""
-        return 16 if HALF < self.tokens < _MANY else min(self.tokens, HALF)
+        if self.tokens > HALF and self.swap_ab:
+            return 48 if self.tokens == _WIDE else 16
+        return min(self.tokens, HALF)
+
+    @property
+    def copies_rows(self) -> bool:
+        """Whether MMAs leave time to gather the rows of pairs from tokens."""
+        return self.tokens < _MANY
 
     @property
     def one_kernel(self) -> bool:
@@ -135,13 +145,16 @@ class GroupedConfig:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(pairs: int, experts: int, many: bool = True) -> GroupedConfig:
+def choose(pairs: int, experts: int, many: bool = True, wide_tiles: int = 0) -> GroupedConfig:
     """Return the configuration for so many pairs.
 
-    With ``many`` a tile may have so many tokens that they are the MMA's rows.
+    With ``many`` a tile may have so many tokens that they are the MMA's rows. ``wide_tiles`` is the
+    most tiles of 144 tokens that an expert may have on average, where they are faster.
     """
     each = pairs / experts
     tokens = next((n for most, n in _TOKENS if each <= most), _MANY if many else _MANY // 2)
+    if any(abs(each - n * _MANY) <= _WIDE_REACH for n in range(1, wide_tiles + 1)):
+        tokens = _WIDE
     few = tokens <= 32
     blocks = {"warpgroups": 1, "blocks_per_sm": 2} if few else {"warpgroups": 2, "blocks_per_sm": 1}
     return GroupedConfig(tokens=tokens, narrow=pairs <= _NARROW_PAIRS, **blocks)
