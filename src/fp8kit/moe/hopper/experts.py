@@ -65,7 +65,7 @@ _CHECKED_FEW = 2  # whose pairs have narrow tiles
 # rows of a token that a thread loads together, by whether pairs are few: more hide latency, fewer
 # raise occupancy
 _AT_ONCE = {True: 8, False: 2}
-_LONG = 4096  # K of a product beside which an epilogue takes no time
+_LONG = 4096  # K of a product beside which its epilogue is short
 _MOST_VECTORS = 8  # of 16 bytes of a token that a thread holds
 
 
@@ -193,14 +193,16 @@ def _whole_blocks(problem: ExpertsProblem) -> bool:
 
 
 def _wide_tiles(problem: ExpertsProblem) -> int:
-    """Return how many tiles of 144 tokens an expert may have, so that they are faster than of 128.
+    """Return up to how many tiles an expert may have for tiles of 144 tokens to beat those of 128.
 
-    Both warpgroups of a tile wait for each other's maxima behind its first product. That is worth
-    it where a second tile would read the weights again, and a third one if these are long.
+    In the epilogue of the first product both warpgroups of such a tile wait for each other, which
+    only a long K hides.
     """
     if problem.w_group == BLOCK or problem.x_group == GROUP128:  # promotions take longer
         return 0
-    return 2 if min(problem.hidden, problem.intermediate) >= _LONG else 1
+    if problem.hidden < _LONG:
+        return 0
+    return 2 if problem.intermediate >= _LONG else 1
 
 
 def _empty_sorted(pairs: int, rows: int, tiles: int, device: torch.device) -> Sorted:
