@@ -59,19 +59,20 @@ class Evaluation:
     perplexity: float | None
     reference_perplexity: float | None
 
-    def exclusions(self, min_sqnr: float) -> list[str]:
+    def exclusions(self, min_sqnr: float) -> list[str] | None:
         """Name the layers to leave dense, so that none is noisier by itself than ``min_sqnr``.
 
         Args:
             min_sqnr: signal-to-noise ratio in dB.
 
         Returns:
-            Names for ``exclude=`` of ``fp8kit.convert``, noisiest first.
+            Names for ``exclude=`` of ``fp8kit.convert``, noisiest first. ``None`` if there are none:
+            an empty list would switch the default exclusions off.
 
         Example:
             >>> fp8kit.convert(model, exclude=evaluation.exclusions(20))
         """
-        return [layer.name for layer in self.layers if not layer.sqnr >= min_sqnr]
+        return [layer.name for layer in self.layers if not layer.sqnr >= min_sqnr] or None
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data for JSON."""
