@@ -66,7 +66,7 @@ class Evaluation:
             min_sqnr: signal-to-noise ratio in dB.
 
         Returns:
-            Names for ``exclude=`` of ``fp8kit.convert``, noisiest first. ``None`` if there are none:
+            Names for ``exclude=`` of ``fp8kit.convert``, noisiest first. ``None`` stands for none:
             an empty list would switch the default exclusions off.
 
         Example:
