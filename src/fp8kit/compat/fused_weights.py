@@ -18,7 +18,7 @@ from fp8kit.modules.weight_parts import join_scales, recode, requantize
 
 @teaches
 def convert_to_channelwise(weight_scale: Tensor, logical_widths: Sequence[int]) -> Tensor:
-    """Give each channel of a fused weight the scale of its shard.
+    """Repeat the scale of each shard of a fused weight for each of its channels.
 
     Args:
         weight_scale: one number per shard, in any shape and float dtype.
@@ -49,7 +49,7 @@ def requantize_with_max_scale(
     was quantized, and stays as it is.
 
     Args:
-        weight: FP8 ``[N, K]``; written in place, as there.
+        weight: FP8 ``[N, K]``; written in place, as in vLLM.
         weight_scale: one number per shard, in any shape and float dtype.
         logical_widths: rows of each shard.
 
@@ -75,7 +75,7 @@ def normalize_e4m3fn_to_e4m3fnuz(
     """Read e4m3fn codes as e4m3fnuz: the same bytes, but 0x80 becomes 0, and twice the scales.
 
     Args:
-        weight: e4m3fn, any shape; left as it is.
+        weight: e4m3fn, any shape; not changed.
         weight_scale: any shape.
         input_scale: any shape, or ``None``.
 
@@ -110,7 +110,7 @@ def per_tensor_dequantize(tensor: Tensor, inv_scale: float | Tensor) -> Tensor:
         inv_scale: the multiplier: a number, or a tensor that broadcasts.
 
     Returns:
-        fp16, or what torch promotes fp16 and ``inv_scale`` to, as there.
+        fp16, or what torch promotes fp16 and ``inv_scale`` to, as in vLLM.
 
     Example:
         >>> fp8kit.compat.per_tensor_dequantize(torch.ones(2).to(torch.float8_e4m3fn), 0.5)
