@@ -62,7 +62,7 @@ def fall_back(job: Translation, target: str | None) -> list[str]:
 def weights_of(
     checkpoint: Checkpoint, matrices: Iterable[TranslatedMatrix]
 ) -> Iterator[tuple[TranslatedMatrix, QTensor]]:
-    """Read weights as the source has them, layer by layer; a stack is read once."""
+    """Yield matrices with their weights in the source, layer by layer; a stack is read once."""
     by_layer: dict[str, list[TranslatedMatrix]] = defaultdict(list)
     for m in matrices:
         by_layer[m.layer.name].append(m)

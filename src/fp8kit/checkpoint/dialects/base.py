@@ -68,9 +68,9 @@ class Numbers:
     """How one layer computes; the tensors decide what a config leaves open (``None``).
 
     Without ``activation`` the weight decides (rows for tensors and rows, 1x128 for blocks, MX for
-    MX). ``static`` ones have an ``input_scale``, which ``unscaled`` layers have and do not use
-    (ComfyUI); ``weight_only`` leaves activations in 16 bit unless they are static. ``swizzled`` MX
-    scales lie in 128x4 tiles (torchao, ComfyUI); ``transposed`` stacks have K before N (FBGEMM).
+    MX). ``static`` activations have an ``input_scale``, which ``unscaled`` layers have and do not
+    use (ComfyUI); ``weight_only`` leaves all others in 16 bit. ``swizzled`` MX scales lie in 128x4
+    tiles (torchao, ComfyUI); ``transposed`` stacks have K before N (FBGEMM).
     """
 
     weight: GroupShape | None = None

@@ -23,7 +23,7 @@ from fp8kit.modules.stacked_experts import empty_experts, held_tensors
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """What a module of experts becomes."""
+    """The FP8 form that a module of experts gets."""
 
     stacks: ExpertStacks
     scheme: Scheme

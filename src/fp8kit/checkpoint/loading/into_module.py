@@ -54,8 +54,8 @@ class Filled:
     """What to know about a load.
 
     ``unused`` names tensors that the model does not use, ``decoded`` layers that are FP8 in the
-    checkpoint and dense in the model, ``read`` those of them whose weight code reads, with the
-    reasons; ``told`` has further sentences.
+    checkpoint and dense in the model; ``read`` has the reason for those that stay dense because
+    code reads their weight; ``told`` has further sentences.
     """
 
     unused: list[str] = field(default_factory=list)

@@ -30,7 +30,7 @@ _DIALECTS: dict[GroupShape, dict[str, Dialect]] = {
 # models of SGLang whose loader takes weight_scale_inv for weight_scale, and leaves blocks unscaled;
 # some are parts of models whose config is the part's (LLaVA, Phi-4-multimodal) or contains it
 _RENAMED = "llama llama4_text mistral ministral3 phi3 internlm3 llava llava_llama phi4mm".split()
-# what engines load in compressed-tensors: weight and activations of linear layers, and of experts
+# (weight, activations) that engines load in compressed-tensors: for linear layers, or experts too
 _LOADED = {
     (TENSOR, TENSOR): "experts",
     (ROW, ROW): "experts",
@@ -123,7 +123,7 @@ def _renames_scales(target: str, config: Mapping[str, Any]) -> bool:
 
 
 def main_scheme(counts: Mapping[Scheme, int]) -> Scheme:
-    """Return the scheme to announce for linear layers in general; ``counts`` has their numbers.
+    """Return the scheme to announce for linear layers in general; ``counts`` has layers by scheme.
 
     Blocks come first, because SGLang reads the block size only there.
     """

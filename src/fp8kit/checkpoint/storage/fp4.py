@@ -33,7 +33,7 @@ def unpacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     GPT-OSS stacks experts as ``X_blocks [E, N, K / 32, 16]`` beside ``X_scales``; its model holds
     them as ``X [E, K, N]``, which is what they become. compressed-tensors packs a matrix as
     ``X.weight_packed [N, K / 2]`` beside ``X.weight_scale``, Quark and ModelOpt as ``X.weight``;
-    DeepSeek V4 has that as int8 beside ``X.scale``, or ``X.weight_scale_inv`` by Transformers'
+    DeepSeek V4 has this as int8 beside ``X.scale``, or ``X.weight_scale_inv`` by Transformers'
     name. Raises ``CheckpointError`` for stacks of FP4 matrices in another layout, and for scales
     in tiles.
     """

@@ -99,7 +99,7 @@ class UnfinishedConversion:
 
     def install(self) -> None:
         """Move the finished checkpoint to its destination, and forget the run."""
-        # a rename keeps the inode: by that ``installed`` knows whether a run ended after it
+        # the rename keeps the inode number, by which ``installed`` knows that it happened
         journal = read_json(self._journal)
         self._write({**journal, "installing": self.folder.stat().st_ino})
         directory.install(self.folder, self.destination)

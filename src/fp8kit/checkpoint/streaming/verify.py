@@ -36,7 +36,7 @@ class Comparison:
 
     Args:
         name: of the tensor, in this package's naming.
-        kind: ``"fp8"`` for codes, ``"copy"`` for what stayed in high precision.
+        kind: ``"fp8"`` for codes, ``"copy"`` for a tensor that stayed in high precision.
         sqnr_db: signal to quantization noise in decibels; infinite if nothing differs.
         relative: norm of the error over norm of the source.
         largest: the largest error of an element.
