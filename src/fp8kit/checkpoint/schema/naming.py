@@ -20,7 +20,7 @@ CODES = (*FP8_FORMATS, torch.float8_e5m2fnuz)
 _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight", "qscale_weight", "scale")
 _INPUT_SCALES = ("input_scale", "activation_scale", "qscale_act", "scale_input")
 # other parameters have these names too: they mean a scale only beside an FP8 weight
-_COMMON = ("scale",)
+_AMBIGUOUS = ("scale",)
 # llm-compressor writes zeros in FP8 beside the scales of symmetric attention
 _ZEROS = ("q_zero_point", "k_zero_point", "v_zero_point")
 MARKERS = (comfyui.MARKER, comfyui.ENTRY, *_ZEROS)
@@ -184,12 +184,12 @@ def _add_scale(found: Names, name: str, kinds: Kinds) -> bool:
             (stack.scales if role == "scale" else stack.input_scales).append(name)
             return True
     layer, _, kind = name.rpartition(".")
-    if kind in _COMMON and layer in kinds:
+    if kind in _AMBIGUOUS and layer in kinds:
         layer = layer.removesuffix(".weight")
     is_quantizer = kind == "qscale_act" and layer.endswith("_fake_quantizer")
     if kind in (*_WEIGHT_SCALES, *_INPUT_SCALES) and not is_quantizer:
         exponents = kinds[name][0] == torch.float8_e8m0fnu  # a scale, whatever it belongs to
-        if kind in _COMMON and layer not in found.layers and not exponents:
+        if kind in _AMBIGUOUS and layer not in found.layers and not exponents:
             return False
         parts = found.layers.setdefault(layer, Parts())
         (parts.scales if kind in _WEIGHT_SCALES else parts.input_scales).append(name)

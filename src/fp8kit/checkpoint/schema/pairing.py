@@ -26,7 +26,7 @@ from fp8kit.formats import FLOATS, ROW, TENSOR, Scheme
 
 _READ = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 # tensors with which layers of some exporters compute besides a weight and its scales
-_MORE = {
+_UNSUPPORTED = {
     **dict.fromkeys(  # ModelOpt, msmodelslim
         ("pre_quant_scale", "mul_scale", "div.mul_scale"),
         "multiplies what goes into its layer, before it is quantized",
@@ -79,7 +79,7 @@ def interpret(source: Source) -> Reading:
         found.problems.append(_stray(name, source.kinds[name][0]))
     unscaled = (n for n in names.plain if n.rpartition(".")[0] not in names.layers)
     found.problems += _integers(unscaled, source.kinds)
-    unset = [n for n, parts in names.layers.items() if _is_unset(n, parts, source, announced)]
+    unset = [n for n, parts in names.layers.items() if _scales_unset(n, parts, source, announced)]
     if unset:
         announced = _ignoring(announced, "Scales beside weights in high precision", unset)
     if names.outputs:
@@ -174,7 +174,7 @@ def _add_layer(
             problems.append(said)
         for on_disk in held[role][:1]:
             found.tensors[ours] = on_disk
-    for kind, does in _MORE.items():
+    for kind, does in _UNSUPPORTED.items():
         # msmodelslim writes what it wraps as X.linear
         names = {named(name, kind), named(name.removesuffix(".linear"), kind)}
         for other in names & source.kinds.keys():
@@ -208,7 +208,7 @@ def _layer(
     dtype, shape = kinds[parts.weight]
     try:
         numbers = announced.numbers(name)
-        if _is_turned(parts.weight, kinds):
+        if _has_k_first(parts.weight, kinds):
             numbers = replace(numbers, transposed=True)
         if name in source.made:  # scales of a small weight fit several granularities
             numbers = replace(numbers, weight=source.made[name])
@@ -253,7 +253,7 @@ def _layer(
     )
 
 
-def _is_unset(name: str, parts: Parts, source: Source, announced: Announcement) -> bool:
+def _scales_unset(name: str, parts: Parts, source: Source, announced: Announcement) -> bool:
     """Return whether scales belong to a weight that Transformers could not cut into blocks.
 
     It leaves a weight with ragged sides dense, and saves uninitialized memory as its scales.
@@ -265,7 +265,7 @@ def _is_unset(name: str, parts: Parts, source: Source, announced: Announcement) 
     return group.rows > 1 and (shape[0] % group.rows != 0 or shape[1] % group.cols != 0)
 
 
-def _is_turned(name: str, kinds: Kinds) -> bool:
+def _has_k_first(name: str, kinds: Kinds) -> bool:
     """Return whether a stack of experts has K before N, as Llama 4 and GPT-OSS multiply.
 
     Exporters that keep the model's own stacks do not announce it; the shapes of both stacks tell:

@@ -88,7 +88,7 @@ def damaged(file: str, what: str) -> str:
 
 
 @contextmanager
-def _telling(file: str, folder: Path | None = None, what: str = "") -> Iterator[None]:
+def _as_checkpoint_errors(file: str, folder: Path | None = None, what: str = "") -> Iterator[None]:
     """Raise ``CheckpointError`` for a file that is damaged, missing or may not be opened.
 
     A file in a ``folder`` may be missing, because an index names it; ``what`` begins the reason.
@@ -131,7 +131,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises ``CheckpointError`` if it is no regular file or no JSON object, is too large or nested
     too deep, or names a key twice.
     """
-    with _telling(path.name):
+    with _as_checkpoint_errors(path.name):
         with _reading(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > _JSON_LIMIT:
@@ -150,7 +150,7 @@ def read_header(path: Path, shard: str) -> tuple[dict[str, TensorInfo], dict[str
 
     Raises ``CheckpointError`` if the file is missing, truncated, or not safetensors.
     """
-    with _telling(shard, path):
+    with _as_checkpoint_errors(shard, path):
         with _reading(path / shard) as file:
             size, stamp = (status := os.fstat(file.fileno())).st_size, _stamp(status)
             if size < 8:
@@ -178,7 +178,7 @@ def read_tensor(path: Path, info: TensorInfo) -> Tensor:
     """
     if info.nbytes == 0:
         return torch.empty(info.shape, dtype=info.dtype)
-    with _telling(info.shard, what=f"{shown(info.name)} cannot be read: "):
+    with _as_checkpoint_errors(info.shard, what=f"{shown(info.name)} cannot be read: "):
         with _reading(path / info.shard) as file:
             _check_stamp(info.shard, info.stamp, os.fstat(file.fileno()))
             data = _exactly(file, info.offset, info.nbytes)
@@ -192,7 +192,7 @@ def check_unchanged(path: Path, tensors: Iterable[TensorInfo]) -> None:
     taken for one.
     """
     for shard, stamp in {info.shard: info.stamp for info in tensors}.items():
-        with _telling(shard, path):
+        with _as_checkpoint_errors(shard, path):
             _check_stamp(shard, stamp, os.stat(path / shard))
 
 

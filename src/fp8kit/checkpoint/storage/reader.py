@@ -132,7 +132,7 @@ class Checkpoint:
         Scales are fp32, in the shape of ``scale_shape``. Raises ``CheckpointError`` for one that is
         not finite and positive, and if the file has changed.
         """
-        return self._ours(name, self._raw(name))
+        return self._decode(name, self._raw(name))
 
     def _raw(self, name: str) -> Tensor:
         info = self.tensors[name]
@@ -182,7 +182,7 @@ class Checkpoint:
             "one, build the model yourself: fp8kit.load(dir, model=...)."
         )
 
-    def _ours(self, name: str, tensor: Tensor) -> Tensor:
+    def _decode(self, name: str, tensor: Tensor) -> Tensor:
         layer, info = self._owners.get(name), self.tensors[name]
         where = f"{info.shard}: {info.name}"
         if name in self.kv_scales:

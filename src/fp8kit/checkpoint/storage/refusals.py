@@ -212,7 +212,7 @@ def _few(names: Sequence[str]) -> str:
 
 def unwritable(error: OSError, place: Path) -> CheckpointError | None:
     """Return the error for a place that may not be written, if an ``OSError`` means that."""
-    ours = _made_for(place, error.filename)
+    ours = _belongs_to(place, error.filename)
     refusing = (errno.EACCES, errno.EPERM, errno.EROFS)
     # /proc reports a folder that it refuses to make as absent (ENOENT)
     if error.errno not in (*refusing, errno.ENOENT) or (error.errno == errno.ENOENT and not ours):
@@ -224,7 +224,7 @@ def unwritable(error: OSError, place: Path) -> CheckpointError | None:
     )
 
 
-def _made_for(place: Path, name: object) -> bool:
+def _belongs_to(place: Path, name: object) -> bool:
     """Return whether a file is a place, above or in it, or in a working folder beside it."""
     if not isinstance(name, str):
         return True

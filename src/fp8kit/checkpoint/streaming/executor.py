@@ -69,7 +69,7 @@ def is_whole(folder: Path, shard: Shard) -> bool:
         return f.read(len(shard.header)) == shard.header
 
 
-class _Part:
+class _PartialFile:
     """A file that is being written, under a temporary name until no slice is missing."""
 
     def __init__(self, folder: Path, shard: Shard, slices: int) -> None:
@@ -94,24 +94,24 @@ class _Queue:
         self.error: BaseException | None = None
         self._folder, self._progress = folder, progress
         self._lock = threading.Lock()
-        self._parts: set[_Part] = set()
+        self._parts: set[_PartialFile] = set()
         self._pending = self._all(indices)
 
-    def _all(self, indices: Sequence[int]) -> Iterator[tuple[_Part, Slice]]:
+    def _all(self, indices: Sequence[int]) -> Iterator[tuple[_PartialFile, Slice]]:
         for index in indices:
             slices = list(self.work.slices(index))
-            part = _Part(self._folder, self.work.shards[index], len(slices))
+            part = _PartialFile(self._folder, self.work.shards[index], len(slices))
             self._parts.add(part)
             if not slices:
                 part.finish()
             for piece in slices:
                 yield part, piece
 
-    def next(self) -> tuple[_Part, Slice] | None:
+    def next(self) -> tuple[_PartialFile, Slice] | None:
         with self._lock:
             return None if self.error is not None else next(self._pending, None)
 
-    def done(self, part: _Part, piece: Slice) -> None:
+    def done(self, part: _PartialFile, piece: Slice) -> None:
         with self._lock:
             part.missing -= 1
             last = part.missing == 0
@@ -156,10 +156,10 @@ class _Writer:
     """Writes tensors to their places in the current file."""
 
     def __init__(self) -> None:
-        self._part: _Part | None = None
+        self._part: _PartialFile | None = None
         self._file: IO[bytes] | None = None
 
-    def switch(self, part: _Part) -> None:
+    def switch(self, part: _PartialFile) -> None:
         if part is not self._part:
             self.close()
             self._part, self._file = part, part.path.open("r+b", buffering=0)
