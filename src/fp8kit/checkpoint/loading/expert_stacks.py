@@ -19,7 +19,7 @@ from fp8kit.modules.parameters import frozen
 Value = Tensor | Fp8Weight
 
 
-class Arrivals:
+class StackPlacement:
     """The FP8 stacks of a model, while their experts arrive.
 
     A matrix is quantized, or copied, into its place in the stack as soon as its parts are there, so

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8kit import functional
-from fp8kit.checkpoint.loading.expert_stacks import Arrivals
+from fp8kit.checkpoint.loading.expert_stacks import StackPlacement
 from fp8kit.checkpoint.loading.merged_weights import (
     Fp8Weight,
     check_shape,
@@ -77,7 +77,7 @@ class Placement:
         # not bound methods: by them the stacks would keep this object alive, and all its tensors
         self._place = functools.partial(_place, device)
         self._kept = functools.partial(_kept, owned)
-        self._stacks = Arrivals(model, self._place, self._kept)
+        self._stacks = StackPlacement(model, self._place, self._kept)
         self._roles = self._stacks.roles() | self._roles
         self._arrived: set[str] = set()
         self._waiting: dict[str, dict[str, Tensor]] = {}
