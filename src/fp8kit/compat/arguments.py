@@ -20,7 +20,7 @@ _KINDS: dict[str, Any] = {
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def teaches(function: Function) -> Function:
+def names_wrong_argument(function: Function) -> Function:
     """Decorate a function so that it raises ``InvalidType`` with the argument of a wrong type.
 
     The annotations give the types. They are read only after the function has raised an error of

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8kit import functional
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.shapes import written
 from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import MX, ROW, GroupShape, QTensor, fp8_format
@@ -26,7 +26,7 @@ _SIDE = 128
 _CAST_FLOOR = 1e-4
 
 
-@teaches
+@names_wrong_argument
 def per_token_group_quant_fp8(
     x: Tensor,
     group_size: int,
@@ -69,7 +69,7 @@ def per_token_group_quant_fp8(
     return written(codes, out_q), scale
 
 
-@teaches
+@names_wrong_argument
 def per_token_cast_to_fp8(
     x: Tensor, use_ue8m0: bool = False, gran_k: int = _SIDE, use_packed_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ def per_token_cast_to_fp8(
     return _quantized(x, GroupShape(1, gran_k), _CAST_FLOOR, use_ue8m0)
 
 
-@teaches
+@names_wrong_argument
 def per_block_cast_to_fp8(
     x: Tensor,
     block_size: Sequence[int] | bool = (_SIDE, _SIDE),
@@ -143,7 +143,7 @@ def per_block_cast_to_fp8(
     return _quantized(x, _block(block_size), _CAST_FLOOR, bool(third))
 
 
-@teaches
+@names_wrong_argument
 def w8a8_block_fp8_matmul(
     A: Tensor,
     B: Tensor,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.wrapped_linear import DEFAULT_OPTIONS, FP8GemmOptions, FP8Linear
 from fp8kit.conversion.eligibility import Eligibility
 from fp8kit.conversion.patterns import roles_by_name, size_obstacle
@@ -24,7 +24,7 @@ _16_BITS = (torch.float16, torch.bfloat16)
 ModuleFilter = Callable[[str, nn.Module], bool]
 
 
-@teaches
+@names_wrong_argument
 def enable_fp8_gemm(
     model: nn.Module,
     *,
@@ -82,7 +82,7 @@ def enable_fp8_gemm(
     return model
 
 
-@teaches
+@names_wrong_argument
 def fp8_linear_forward_many(linears: Sequence[FP8Linear], x: Tensor) -> tuple[Tensor, ...]:
     """Call layers that read the same input, which is quantized once.
 

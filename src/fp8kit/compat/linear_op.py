@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8kit import functional
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.known_weights import KnownWeights
 from fp8kit.compat.shapes import as_number, as_vector, check_view, with_scale, with_scale_as_stored
 from fp8kit.compat.w8a8 import scaled_fp8_quant
@@ -72,7 +72,7 @@ class Fp8LinearOp:
             x, scale, scale_ub=scale_ub, use_per_token_if_dynamic=self.per_token
         )
 
-    @teaches
+    @names_wrong_argument
     def apply(
         self,
         input: Tensor,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit import functional
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.known_weights import KnownWeights
 from fp8kit.compat.linear_op import compute
 from fp8kit.compat.shapes import as_number, as_vector, is_stored, with_scale, with_scale_as_stored
@@ -22,7 +22,7 @@ _STATIC = {TENSOR: SCHEMES["FP8"], ROW: Scheme("FP8_ROW_STATIC", ROW, TENSOR, st
 _DYNAMIC = {TENSOR: SCHEMES["FP8_TENSOR"], ROW: SCHEMES["FP8_DYNAMIC"]}
 
 
-@teaches
+@names_wrong_argument
 def apply_fp8_linear(
     input: Tensor,
     qweight: Tensor,
@@ -82,7 +82,7 @@ class Fp8Linear(nn.Module):
         >>> layer = fp8kit.compat.Fp8Linear(q.data, None, q.scale, None)
     """
 
-    @teaches
+    @names_wrong_argument
     def __init__(
         self,
         weight: Tensor,
@@ -132,7 +132,7 @@ class Fp8Linear(nn.Module):
         return self.layer.bias
 
 
-@teaches
+@names_wrong_argument
 def get_linear(
     weight: Tensor,
     bias: Tensor | None,

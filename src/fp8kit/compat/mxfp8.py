@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8kit import functional
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.known_weights import KnownWeights
 from fp8kit.dispatch.device import capability
 from fp8kit.errors import InvalidValue
@@ -61,7 +61,7 @@ def select_mxfp8_linear_backend() -> Mxfp8LinearBackend:
     return Mxfp8LinearBackend.FLASHINFER_CUTLASS if native else Mxfp8LinearBackend.MARLIN
 
 
-@teaches
+@names_wrong_argument
 def mxfp8_e4m3_quantize(
     x: Tensor, is_sf_swizzled_layout: bool = False, alignment: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ def mxfp8_e4m3_quantize(
     return q.data, swizzle_scales(q.scale).flatten() if is_sf_swizzled_layout else q.scale
 
 
-@teaches
+@names_wrong_argument
 def mxfp8_e4m3_quantize_fake(
     x: Tensor, is_sf_swizzled_layout: bool = False, alignment: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,7 @@ def mxfp8_e4m3_quantize_fake(
     return torch.empty_like(codes, device=x.device), torch.empty_like(scales, device=x.device)
 
 
-@teaches
+@names_wrong_argument
 def dequant_mxfp8_to_bf16(x: Tensor, scales: Tensor) -> Tensor:
     """Multiply codes by their scales and round once to bf16.
 
@@ -125,7 +125,7 @@ def dequant_mxfp8_to_bf16(x: Tensor, scales: Tensor) -> Tensor:
     return functional.dequantize(_with_scales(x, scales), torch.bfloat16)
 
 
-@teaches
+@names_wrong_argument
 def swizzle_mxfp8_scale(sf: Tensor, M: int, K: int) -> Tensor:
     """Rearrange scales of a matrix into tiles of 128x4; ``fp8kit.unswizzle_scales`` undoes it.
 
@@ -195,7 +195,7 @@ class Mxfp8LinearOp:
         layer.weight = frozen(weight.contiguous())
         layer.weight_scale = frozen(scale)
 
-    @teaches
+    @names_wrong_argument
     def apply(
         self,
         input: Tensor,

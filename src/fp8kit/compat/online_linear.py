@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit import functional
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.arriving import Arriving, Loader, OnlineMethod, check_coded, fill
 from fp8kit.compat.known_weights import KnownWeights
 from fp8kit.compat.shapes import with_scale_as_stored
@@ -70,7 +70,7 @@ class _OnlineLinearMethod(OnlineMethod):
             del layer.weight
         self._await(layer).expect("weight", (n, k), params_dtype, loader, **facts)
 
-    @teaches
+    @names_wrong_argument
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute ``[..., N]`` in the dtype of ``x``.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.arriving import Arriving, Loader, OnlineMethod, check_coded, fill
 from fp8kit.errors import InvalidValue, check_choice
 from fp8kit.formats import SCHEMES, TENSOR, QTensor, Scheme
@@ -103,7 +103,7 @@ class _OnlineMoEMethod(OnlineMethod):
             found |= {f"{part}_weight": q.data, f"{part}_{self.weight_scale_name}": scale}
         return found
 
-    @teaches
+    @names_wrong_argument
     def apply(
         self,
         layer: nn.Module,
@@ -139,7 +139,7 @@ class _OnlineMoEMethod(OnlineMethod):
             RuntimeError: if the weights were not processed yet.
             TypeError: for an unknown option that is set.
         """
-        check_options([n for n, v in words.items() if _asks(v)], _WORDS)
+        check_options([n for n, v in words.items() if _is_set(v)], _WORDS)
         given = {n: getattr(layer, n) for n in _WORDS if hasattr(layer, n)}
         given |= {n: v for n, v in words.items() if v is not None}
         if isinstance(topk_ids, int):
@@ -212,7 +212,7 @@ class Fp8PerBlockOnlineMoEMethod(_OnlineMoEMethod):
     _scheme = SCHEMES["FP8_BLOCK"]
 
 
-def _asks(value: Any) -> bool:
+def _is_set(value: Any) -> bool:
     """Return whether an option is set; -1 (all experts), ``False`` and ``None`` set nothing."""
     return not (value is None or value is False or (isinstance(value, int) and value == -1))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8kit import formats as fp8_formats
 from fp8kit import functional
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.blocks import block_product
 from fp8kit.compat.capabilities import supports
 from fp8kit.compat.shapes import as_number, as_vector, check_view, stored, with_scale, written
@@ -59,7 +59,7 @@ GroupShape.PER_TOKEN = GroupShape(1, -1)  # type: ignore[attr-defined]
 GroupShape.PER_CHANNEL = GroupShape(-1, 1)  # type: ignore[attr-defined]
 
 
-@teaches
+@names_wrong_argument
 def scaled_fp8_quant(
     input: Tensor,
     scale: Tensor | float | None = None,
@@ -149,7 +149,7 @@ def _static(
     return functional.quantize(x, group, dtype=dtype, scale=scale.float().reshape(wanted)).data
 
 
-@teaches
+@names_wrong_argument
 def cutlass_scaled_mm(
     a: Tensor,
     b: Tensor,
@@ -199,7 +199,7 @@ def _by_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
     return (tuple(scale_a.shape), tuple(scale_b.shape)) == wanted
 
 
-@teaches
+@names_wrong_argument
 def cutlass_w8a8_scaled_mm(
     *,
     qinput: Tensor,

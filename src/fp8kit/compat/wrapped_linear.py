@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8kit import functional
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.shapes import with_scale
 from fp8kit.errors import InvalidType, InvalidValue, check_choice, teach
 from fp8kit.formats import FLOATS, FP8_FORMATS, TENSOR
@@ -97,7 +97,7 @@ class FP8Linear(nn.Module):
         """Wrap a layer, which stays as it is in the mode ``"keep"``."""
         return cls(linear, options=options)
 
-    @teaches
+    @names_wrong_argument
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``[..., N]`` from ``[..., K]``, in the dtype of ``x`` unless options differ."""
         if not x.is_cuda:
