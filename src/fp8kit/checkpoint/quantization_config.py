@@ -52,7 +52,7 @@ class Announced:
         return exporting.on_disk(name, tensor, self.dialect, scheme)
 
 
-def check_unknown(names: Sequence[str], target: str) -> None:
+def refuse_unloadable(names: Sequence[str], target: str) -> None:
     """Refuse experts that Transformers would only warn about and initialize at random."""
     if names and target == "transformers":
         raise CheckpointError(
@@ -63,7 +63,7 @@ def check_unknown(names: Sequence[str], target: str) -> None:
         )
 
 
-def tell_of_stacks(names: Sequence[str]) -> None:
+def warn_of_stacks(names: Sequence[str]) -> None:
     """Warn about stacks of experts that are written whole: only ``fp8kit.load`` reads them."""
     if names:
         warnings.warn(

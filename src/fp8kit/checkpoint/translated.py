@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from fp8kit.checkpoint.dialects import Dialect, JsonObject
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme
-from fp8kit.checkpoint.quantization_config import check_unknown, tell_of_stacks
+from fp8kit.checkpoint.quantization_config import refuse_unloadable, warn_of_stacks
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import engine_name, experts_of, named
 from fp8kit.checkpoint.schema.targets import check_layers, loads_stacks_alone, misfit
@@ -115,10 +115,10 @@ def check_target(job: Translation, target: str, dense: list[str], unfit: str) ->
     stacks = [m for m in job.matrices if m.whole]
     if loads_stacks_alone(str(job.checkpoint.config.get("model_type")), job.dialect):
         found = [m.name for m in job.matrices if experts_of(m.name) and not m.whole]
-        check_unknown(found, target)
+        refuse_unloadable(found, target)
     if unfit == "refuse":
-        check_unknown([m.name for m in stacks], target)
-        tell_of_stacks([m.name for m in stacks])
+        refuse_unloadable([m.name for m in stacks], target)
+        warn_of_stacks([m.name for m in stacks])
     if unfit == "dequantize":
         every, job.matrices = job.matrices, []
         names = {*dense, *(m.name for m in every)}

@@ -17,9 +17,9 @@ from torch import nn
 from fp8kit.checkpoint import exporting
 from fp8kit.checkpoint.dialects import JsonObject, Kinds
 from fp8kit.checkpoint.loading import into_module
-from fp8kit.checkpoint.quantization_config import announce, check_unknown, tell_of_stacks
+from fp8kit.checkpoint.quantization_config import announce, refuse_unloadable, warn_of_stacks
 from fp8kit.checkpoint.schema.naming import experts_of
-from fp8kit.checkpoint.storage.nvfp4 import told
+from fp8kit.checkpoint.storage.nvfp4 import conversion_notes
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
 from fp8kit.conversion.patterns import some_of
@@ -87,9 +87,9 @@ def save(
         if is_hf:
             known = Path(str(getattr(model, "name_or_path", "") or ""))
             source = source or (known if known.name and known.is_dir() else None)
-        check_unknown(exported.whole if is_hf else [], target)
+        refuse_unloadable(exported.whole if is_hf else [], target)
         announced = announce(model, exported, target)
-        tell_of_stacks(exported.whole)
+        warn_of_stacks(exported.whole)
         tensors = dict(announced.on_disk(n, t) for n, t in exported.tensors.items())
         exporting.refuse_reserved(model, tensors)
         quantization = announced.config(exported.dense)
@@ -285,7 +285,7 @@ def _notes(checkpoint: Checkpoint, filled: into_module.Filled) -> list[str]:
     notes = [note for note in (checkpoint.announced_alone,) if note]
     if checkpoint.spec is None:
         return [*notes, *filled.notes(str(checkpoint.path))]
-    errors = told(checkpoint.errors, checkpoint.spec.scheme)
+    errors = conversion_notes(checkpoint.errors, checkpoint.spec.scheme)
     return [*notes, *checkpoint.spec.unread, *filled.notes(str(checkpoint.path)), *errors]
 
 

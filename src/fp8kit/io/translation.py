@@ -18,7 +18,7 @@ from fp8kit.checkpoint.rebasing import fall_back, weights_of
 from fp8kit.checkpoint.schema import targets
 from fp8kit.checkpoint.schema.naming import dense_stacks, named, standard_names
 from fp8kit.checkpoint.storage.matrices import single_experts
-from fp8kit.checkpoint.storage.nvfp4 import told
+from fp8kit.checkpoint.storage.nvfp4 import conversion_notes
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
 from fp8kit.checkpoint.translated import TranslatedMatrix, Translation, check_target, matrices_of
@@ -111,7 +111,7 @@ def convert_checkpoint(
     written_files = write_checkpoint(
         destination,
         layout,
-        _stream(job),
+        _tensors(job),
         config=with_quantization(
             checkpoint.config, quantization, checkpoint.dtype, targets.output_heads(spec.others)
         ),
@@ -121,7 +121,7 @@ def convert_checkpoint(
     )
     assert checkpoint.spec is not None
     ignored = [said for said in checkpoint.spec.unread if " are ignored: " in said]
-    for sentence in (*ignored, *told(checkpoint.errors, wanted)):
+    for sentence in (*ignored, *conversion_notes(checkpoint.errors, wanted)):
         warnings.warn(sentence, stacklevel=2)
     return written_files
 
@@ -198,7 +198,7 @@ def _spec(job: Translation, dense: list[str]) -> Spec:
 
 def _layout(job: Translation) -> Layout:
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for name, tensor in _announced(job):
+    for name, tensor in _empty_tensors(job):
         if name in layout:
             raise CheckpointError(
                 f"Two tensors of {job.checkpoint.path} would be called {name}.",
@@ -209,7 +209,7 @@ def _layout(job: Translation) -> Layout:
     return layout
 
 
-def _announced(job: Translation) -> Iterator[tuple[str, Tensor]]:
+def _empty_tensors(job: Translation) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors of the result on meta, without data."""
     checkpoint = job.checkpoint
     with torch.device("meta"):
@@ -231,7 +231,7 @@ def _announced(job: Translation) -> Iterator[tuple[str, Tensor]]:
             yield _dense_weight(m, torch.empty(m.held, dtype=checkpoint.dtype))
 
 
-def _stream(job: Translation) -> Iterator[tuple[str, Tensor]]:
+def _tensors(job: Translation) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors of the result, layer by layer; a stack is read once."""
     checkpoint = job.checkpoint
     for name in _plain(checkpoint):

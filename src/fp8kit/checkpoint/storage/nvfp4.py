@@ -111,7 +111,7 @@ def convert(part: ConvertedPart, read: Callable[[TensorInfo], Tensor]) -> tuple[
     return q, (change / norm).item() if norm > 0 else 0.0
 
 
-def told(errors: Mapping[str, float], scheme: Scheme) -> list[str]:
+def conversion_notes(errors: Mapping[str, float], scheme: Scheme) -> list[str]:
     """Return a sentence about the error of converting NVFP4 layers, if there is any."""
     if not any(errors.values()):
         return []
