@@ -1,8 +1,8 @@
 """Quantize on a CPU piece by piece, so that everything between input and codes stays in cache.
 
-The numbers are those of ``reference``, bit for bit. What makes it faster: maxima are taken of the
-bits, one piece at a time is widened to fp32, and nothing is clamped or searched for NaN where the
-scale rules both out.
+The result is that of ``reference``, bit for bit. It is faster because maxima are taken of the bits,
+one piece at a time is widened to fp32, and nothing is clamped or searched for NaN where the scale
+makes both impossible.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fp8kit.quantizers import reference
 from fp8kit.quantizers.problem import QuantizeProblem, QuantizerBackend
 from fp8kit.quantizers.scale_layout import laid_out
 
-# elements: input, fp32 copy and codes of a piece stay in cache; several threads get pieces
-# that outweigh the cost of waiting for each other after every operation
+# elements: input, fp32 copy and codes of a piece stay in cache; with several threads pieces are
+# larger, since the threads wait for each other after every operation
 _PIECE, _PIECE_PER_THREAD = 2**18, 2**20
 _BITS = {
     torch.bfloat16: (torch.int16, 0x7FFF),
@@ -48,7 +48,7 @@ def quantize(
         return reference.quantize(x, *same)
     fmt = fp8_format(dtype)
     options = (group, fmt, min_scale, scale_ub, scale_rounding)
-    # amax / (amax / fp8_max) exceeds fp8_max by a rounding error at most, which the cast takes back
+    # amax / (amax / fp8_max) exceeds fp8_max by at most a rounding error, which the cast rounds off
     clamped = scale_ub is not None or (group == MX and scale_rounding == "floor")
     rows = x.reshape(-1, x.shape[-1])
     codes = torch.empty(rows.shape, dtype=dtype)
@@ -68,7 +68,7 @@ def quantize(
 
 
 def quantize_static(x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dtype) -> Tensor:
-    """Quantize with given scales, for one scale per tensor; others are left to ``reference``."""
+    """Quantize with one given scale per tensor; other granularities are left to ``reference``."""
     fmt = fp8_format(dtype)
     if group != TENSOR or not _divides(x, group) or not scale.isfinite().all():
         return reference.quantize_static(x, scale, group, dtype)
@@ -83,7 +83,7 @@ def quantize_static(x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dt
 
 
 def _divides(x: Tensor, group: GroupShape) -> bool:
-    """Return whether groups that a piece can hold cover a matrix, or a stack of rows, evenly."""
+    """Return whether groups cover ``x`` evenly, and pieces of whole rows can hold them."""
     if x.numel() == 0:
         return False
     if group.rows > 1 and (group.cols == -1 or x.dim() != 2 or x.shape[0] % group.rows):
@@ -92,7 +92,7 @@ def _divides(x: Tensor, group: GroupShape) -> bool:
 
 
 def _pieces(x: Tensor, codes: Tensor, group: GroupShape) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Cut input and output into runs of whole rows and groups, with fp32 room for each."""
+    """Cut input and output into pieces of whole rows and groups, each with an fp32 buffer."""
     threads = torch.get_num_threads()
     step = max(1, (_PIECE if threads == 1 else _PIECE_PER_THREAD * threads) // x.shape[1])
     if group.rows > 1:
@@ -103,7 +103,7 @@ def _pieces(x: Tensor, codes: Tensor, group: GroupShape) -> Iterator[tuple[Tenso
 
 
 def _amax(x: Tensor, group: GroupShape) -> Tensor:
-    """Take the largest magnitude of each group; as bits it is NaN above infinity above the rest."""
+    """Return the largest magnitude of each group; compared as bits, NaN is above infinity."""
     integer, mask = _BITS[x.dtype]
     bits = x.view(integer) & mask
     if group == TENSOR:
@@ -135,7 +135,7 @@ def _divide(
 
 
 def _with_nan(codes: Tensor, scale: Tensor, group: GroupShape, nan_code: int) -> Tensor:
-    """Give groups whose scale is NaN the one code that NaN has."""
+    """Fill groups whose scale is NaN with the canonical NaN code."""
     matrix = scale.reshape(-1, scale.shape[-1])
     if reference.multipliers(matrix, group).isnan().any():
         nan = reference.expand_scale(matrix, tuple(codes.shape), group).isnan()

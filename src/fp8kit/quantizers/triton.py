@@ -27,7 +27,7 @@ _MAX_BLOCK = 32768  # elements per group that one program holds in registers
 
 
 def supports(problem: QuantizeProblem) -> str | None:
-    """Accept what the kernels cover, or give the reason why not."""
+    """Return the reason why the kernels do not cover a problem, ``None`` if they do."""
     if problem.in_dtype not in FLOATS:
         return f"{problem.in_dtype} input; the kernels read bfloat16, float16 and float32"
     return missing_gpu(problem.capability, (8, 9)) or _group_reason(problem.group)
@@ -58,9 +58,9 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantize with scales taken from the data; see ``functional.quantize`` for the arguments.
 
-    ``x`` is bf16, fp16 or fp32, of any shape and strides. Codes go to ``data [M, K]``, if it is
-    given; its rows may have gaps if groups lie along rows. Padding of column-major scales is not
-    initialised.
+    ``x`` is bf16, fp16 or fp32, of any shape and strides. Codes are written to ``data [M, K]``, if
+    it is given; its rows may have gaps if a group is within one row. The padding of column-major
+    scales is not initialised.
     """
     if x.numel() == 0:
         options = (group, dtype, min_scale, scale_ub, scale_rounding, scale_layout, data)

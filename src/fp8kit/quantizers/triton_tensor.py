@@ -32,14 +32,14 @@ SMALL = 32768
 _MB = 2**20
 _KEPT = 24 * _MB  # bytes of x's end that wait in the cache for the second launch
 _LARGEST_KEPT = 128 * _MB  # x up to this size has its end kept
-_READ_ONCE = 60 * _MB  # x up to this size leaves the cache to its codes
+_READ_ONCE = 60 * _MB  # x up to this size is evicted first, which leaves the cache to its codes
 
 
 class TensorTile(NamedTuple):
-    """How a tensor is cut.
+    """How a tensor is tiled.
 
-    ``block`` elements of one tile are a power of two, and ``held`` tiles one step; ``partials``
-    programs take the amax, ``programs`` encode.
+    A tile has ``block`` elements, a power of two; a step of a program has ``held`` tiles.
+    ``partials`` programs compute the amax, ``programs`` programs encode.
     """
 
     block: int
@@ -84,7 +84,7 @@ def _amax_kernel(
     x_ptr,  # [M, K]
     partial_ptr,  # [programs], in the dtype of x
     numel,
-    kept_from,  # the first step whose elements are to stay in the cache
+    kept_from,  # the first step whose elements should stay in the cache
     stride_xm,
     stride_xk,
     K: tl.constexpr,
@@ -125,7 +125,7 @@ def _store_codes(held, first, scale, data_ptr, numel, DIVISION: tl.constexpr,
 @triton.jit
 def _tensor_kernel(
     x_ptr,  # [M, K]
-    amax_ptr,  # [n_amax] whose amax is that of x: the partials, or x itself
+    amax_ptr,  # [n_amax] with the same amax as x: the partials, or x itself
     scale_ptr,  # [1]
     scale_ub_ptr,  # [1] or None
     data_ptr,  # [M, K] bytes, contiguous
@@ -188,8 +188,8 @@ def quantize_tensor(
 ) -> None:
     """Quantize ``x`` as a whole into ``data``, reading (static) or writing ``scale``.
 
-    ``x [M, K]`` is in any strides, ``scale`` ``float32 [1, 1]``, and ``data`` ``uint8 [M, K]``,
-    contiguous.
+    ``x [M, K]`` has any strides, ``scale`` is ``float32 [1, 1]``, and ``data`` is contiguous
+    ``uint8 [M, K]``.
     """
     numel, contiguous = x.numel(), x.is_contiguous()
     strides = (0, 0) if contiguous else x.stride()
@@ -219,11 +219,10 @@ def quantize_tensor(
 
 
 def _kept_from(x: Tensor, step: int) -> int:
-    """Return the first step of ``step`` elements that is to stay in the cache for the second
-    launch.
+    """Return the first step, of ``step`` elements, that stays in the cache for the second launch.
 
-    Of a tensor that is much larger than the cache, what stays is decided as well by the order of
-    the two launches alone, and what is said of it costs time.
+    A tensor much larger than the cache gets 0, one policy for all steps: there the order of the two
+    launches alone keeps the right part, and a distinction costs time.
     """
     if x.nbytes > _LARGEST_KEPT:
         return 0
