@@ -125,8 +125,8 @@ def layer_norm_quantize(
         weight: ``[K]``, a float dtype, or ``None``.
         bias: ``[K]``, a float dtype, or ``None``.
         eps: added to the variance.
-        modulation: scale and shift, each ``[B, K]`` in any row stride, so that chunks of one
-            projection do; the dtype of ``x``, with ``"once"`` any of the three.
+        modulation: scale and shift, each ``[B, K]`` with any row stride, such as chunks of one
+            projection; the dtype of ``x``, with ``"once"`` any of the three.
         rounding: ``"stepwise"`` or ``"once"``.
         **options: as in ``QuantizeOptions``.
 
