@@ -106,7 +106,7 @@ def _activation_fake(gate: Tensor, *arguments: Any) -> list[Tensor]:
 def concatenated_activation(
     left: Tensor, gate: Tensor, up: Tensor | None, kind: str, *arguments: Any
 ) -> list[Tensor]:
-    """Quantize activations behind ``left``; the body of ``concatenated_activation_quantize``."""
+    """Quantize ``left`` and activations; the body of ``concatenated_activation_quantize``."""
     target, k = _target(arguments), left.shape[-1] + gate.shape[-1]
     backend = _backend(dataclasses.replace(FusedProblem.of(kind, gate, target), k=k))
     data, scale = backend.activation(kind, gate, up, target, left)

@@ -72,7 +72,7 @@ def layer_norm(
 def activation(
     kind: str, gate: Tensor, up: Tensor | None, target: Target, left: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantize ``act(gate) * up``, or ``act(gate)``, behind the columns ``left [..., K1]`` if any.
+    """Quantize ``act(gate) * up``, or ``act(gate)``, after the columns ``left [..., K1]`` if any.
 
     ``kind`` is ``"silu"``, ``"gelu"`` (erf) or ``"gelu_tanh"``; ``gate`` is bf16, fp16 or fp32
     ``[..., K]``, and ``up`` like it. A static scale is returned as it was given.

@@ -170,7 +170,7 @@ def operand(
 @triton.jit
 def add_product(
     total,  # [BLOCK_N, BLOCK_M]
-    w,  # [BLOCK_N, BLOCK_K], as ``operand`` gives it
+    w,  # [BLOCK_N, BLOCK_K], a result of ``operand``
     x,  # [BLOCK_M, BLOCK_K]
     w_scale_row,
     x_scale_row,

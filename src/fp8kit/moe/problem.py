@@ -118,7 +118,7 @@ class GroupedProblem:
 
 
 class ExpertWeights(NamedTuple):
-    """One of the two weights of all experts: codes ``[E, N, K]``, scales ``stack_scale_shape``.
+    """A stack, one weight of all experts: codes ``[E, N, K]``, scales ``stack_scale_shape``.
 
     The bias is float ``[E, N]``, the static ``input_scale`` float32 ``[1, 1]``.
     """

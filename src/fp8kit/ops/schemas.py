@@ -63,7 +63,7 @@ def _linear(x: Tensor, *others: Any) -> Tensor:
 
 
 def _linear_fake(x: Tensor, w: Tensor, *others: Any) -> Tensor:
-    out_dtype = others[9] if len(others) > 9 else None  # torch leaves out what has its default
+    out_dtype = others[9] if len(others) > 9 else None  # torch omits default arguments
     return x.new_empty(*x.shape[:-1], w.shape[0], dtype=out_dtype or x.dtype)
 
 

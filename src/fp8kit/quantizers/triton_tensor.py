@@ -3,7 +3,7 @@
     scale = max(max |x| / fp8_max, min_scale)        data = fp8(x / scale)
 
 The first launch leaves one partial amax per program; every program of the second reduces all of
-them and walks the tensor backwards, so that it begins with what the first left in the cache. A
+them and walks the tensor backwards, so that it begins with the part that is still in the cache. A
 tensor of a few thousand elements needs one launch: every program takes the amax of all of it.
 Maxima do not depend on the order, so the result is the same in every case and run.
 """

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_ALIGN = 256  # what a fresh CUDA allocation has, at least
-_MOST_SHARED = 1 << 17  # bytes of scratch memory that calls share: one token of an 8B's layer
+_ALIGN = 256  # bytes, to which fresh CUDA allocations are aligned, too
+_MOST_SHARED = 1 << 17  # bytes of scratch that calls share: enough for one token in an 8B model
 _SCRATCH = -1  # slots number the tensors of a call: inputs, then results, last any scratch memory
 _aten = torch.ops.aten
 _ALLOCATIONS = (
@@ -169,7 +169,7 @@ class Recording:
         return shared[self.index]
 
     def _move(self, bases: tuple[int, ...]) -> None:
-        # a move may raise and leave some launches behind, so until the end no address counts as set
+        # a move may raise halfway, so until all have succeeded every address counts as outdated
         last, self._bases = self._bases, (-1,) * len(bases)
         for moves, before, base in zip(self._moves, last, bases, strict=True):
             if base != before:

@@ -31,7 +31,7 @@ def missing() -> str | None:
         return None  # nothing would be launched here: only the decision is asked for
     try:
         checked(nvrtc.nvrtcVersion())
-    except Exception as error:  # the bindings raise what their loader raises
+    except Exception as error:  # a loader of libraries may raise anything
         return f"NVRTC is not usable: {error}"
     return None
 

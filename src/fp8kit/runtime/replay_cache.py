@@ -285,7 +285,7 @@ def guards(constants: Operands) -> Guards | None:
         found.append(address)  # one by one is faster than a tuple of them
         found.append(t.shape)
         found.append(t.dtype)
-        if mark is not None:  # what safe_to_prefetch returns, with the address at hand
+        if mark is not None:  # as safe_to_prefetch returns, without another data_ptr()
             found.append(mark == (version(t), address))
     return found
 

@@ -1,6 +1,6 @@
 """The record of a Hopper GPU: its sizes, and the constants measured on one, in one place.
 
-Every threshold that was measured on one GPU stands here, so that the choice of a tile configuration
+Every threshold that was measured on one GPU is here, so that the choice of a tile configuration
 reads as rules. The constants are those of an H200; another Hopper GPU has its own number of SMs.
 """
 

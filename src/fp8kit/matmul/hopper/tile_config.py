@@ -48,7 +48,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """The stages in shared memory and what is in flight.
+    """The stages in shared memory, and the loads in flight.
 
     Stages are tiles of 128 along K; with in-GEMM quantization ``token_stages`` hold all tokens that
     a block multiplies. Of ``pipelined_steps`` each is promoted while the MMA of the next runs; 1
@@ -175,7 +175,7 @@ class TileConfig:
         return (self.epilogue_cols, 128) if self.layout.swap_ab else (64, 2 * self.epilogue_cols)
 
     def dynamic_smem_bytes(self, block_scales: bool) -> int:
-        """Return the dynamic shared memory: what a block needs, or what keeps more blocks out."""
+        """Return the bytes of dynamic shared memory: those needed, or more, to limit occupancy."""
         return max(self.needed_smem_bytes(block_scales), _SMEM // (self.launch.blocks_per_sm + 1))
 
     def needed_smem_bytes(self, block_scales: bool) -> int:
