@@ -132,8 +132,8 @@ def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
 
     ``query`` and ``key`` are ``[batch, heads, tokens, width]``, each with its own number of heads;
     ``cos`` and ``sin`` ``[batch or 1, tokens, width]`` have their dtype. The halves of a head are
-    the real and imaginary parts of its numbers. The result is ``rn(rn(x * cos) + rn(half(x) *
-    sin))``, where ``half`` swaps the halves and then negates the first.
+    the real and imaginary parts of its numbers. With ``half``, which swaps the halves and then
+    negates the first, the result is ``rn(rn(x * cos) + rn(half(x) * sin))``.
     """
     cos, sin = cos[:, None], sin[:, None]
 

@@ -39,8 +39,8 @@ MOST_TILES = 5  # of a row in registers; its weights take as many registers agai
 class NormOperands(NamedTuple):
     """The tensors of a norm besides ``x``, each ``None`` if absent.
 
-    The residual and ``modulation``, scale and shift ``[B, K]``, have unit stride along K. ``total
-    [M, K]`` is written with ``x + residual``; it, weight and bias are contiguous.
+    The residual and ``modulation``, scale and shift ``[B, K]``, have unit stride along K.
+    ``total [M, K]`` receives ``x + residual``. It, weight and bias are contiguous.
     """
 
     residual: Tensor | None = None

@@ -24,7 +24,7 @@ MATMUL_BACKENDS: BackendTable = (
 )
 # rows up to which a backend may quantize inside the GEMM (``quantize_in_gemm``)
 IN_GEMM_ROWS = 4
-# granularities of x with fast sums: else groups along K, or 16-bit values, are summed in fp32
+# granularities of x for which ``accum`` matters: groups along K, and 16-bit x, are summed in fp32
 _WHOLE_ROWS = (ROW, TENSOR)
 TIMED_DTYPES = (torch.bfloat16, torch.float16)
 # candidates as fast for fp16 as for bf16; torch writes fp16 in one kernel for tensor scales only
@@ -41,8 +41,8 @@ class MatmulProblem:
     ``x`` has 16 or 32 bits (weight-only); ``x_dtype`` is what the matmul gets. ``accum`` is
     ``"precise"`` (data of one sign is biased by less than 1e-3) or ``"fast"``. With
     ``batch_invariant`` the bits of a row do not depend on other rows. Measured times are kept under
-    ``device``, the name of the GPU. ``configuration`` names a tile configuration; empty leaves it
-    to the backend, ``None`` to dispatch. ``capability`` is that of CUDA, ``architecture`` of AMD.
+    ``device``, the GPU's name. ``configuration`` names a tile configuration; empty leaves it to the
+    backend, ``None`` to dispatch. ``capability`` is CUDA's, ``architecture`` AMD's (``gfx942``).
     """
 
     m: int

@@ -233,7 +233,7 @@ def check_layout(layout: object, group: GroupShape) -> None:
 
 
 def check_scale_ub(scale_ub: Tensor | None, x: Tensor) -> None:
-    """Refuse a bound that is not one fp32 number on the device of ``x``; on a CPU, one <= 0."""
+    """Refuse a bound that is not one fp32 number on the device of ``x``, positive on a CPU."""
     if scale_ub is None:
         return
     if not isinstance(scale_ub, Tensor):

@@ -22,7 +22,7 @@ except ImportError:  # without the extra ``cuda``
 _KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}
 _THREADS, _MOST_THREADS, _MOST_BLOCKS, _MOST_VECTORS = 128, 512, 8, 4
 _ALIGN = 16
-_MOST_ROWS = 32  # beyond, one block per row fills the GPU without clusters
+_MOST_ROWS = 32  # beyond, one block per row spreads the work well enough
 _SHORT = 512  # vectors: one block quantizes a row of at most so many as fast as a cluster
 _MANY_ROWS, _LONG = 16, 3584  # with at least so many rows and vectors, a program per row is faster
 
