@@ -43,7 +43,7 @@ def quantize(
     data: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantize with scales taken from the data; arguments as in ``reference``."""
-    if not _divides(x, group):
+    if not _covers_evenly(x, group):
         same = (group, dtype, min_scale, scale_ub, scale_rounding, scale_layout, data)
         return reference.quantize(x, *same)
     fmt = fp8_format(dtype)
@@ -56,12 +56,12 @@ def quantize(
         parts = [_amax(piece, group) for piece, *_ in _pieces(rows, codes, group)]
         scale = reference.scales(torch.stack(parts).amax(0), *options)
         for piece, out, wide in _pieces(rows, codes, group):
-            _divide(piece, out, wide, scale, group, fmt.max if clamped else None)
+            _encode(piece, out, wide, scale, group, fmt.max if clamped else None)
     else:
         found = []
         for piece, out, wide in _pieces(rows, codes, group):
             found.append(reference.scales(_amax(piece, group), *options))
-            _divide(piece, out, wide, found[-1], group, fmt.max if clamped else None)
+            _encode(piece, out, wide, found[-1], group, fmt.max if clamped else None)
         scale = torch.cat(found).reshape(*x.shape[:-1], -1) if group.rows == 1 else torch.cat(found)
     codes = _with_nan(codes, scale, group, fmt.nan_code).view(x.shape)
     return codes if data is None else data.copy_(codes), laid_out(scale, scale_layout)
@@ -70,7 +70,7 @@ def quantize(
 def quantize_static(x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dtype) -> Tensor:
     """Quantize with one given scale per tensor; other granularities are left to ``reference``."""
     fmt = fp8_format(dtype)
-    if group != TENSOR or not _divides(x, group) or not scale.isfinite().all():
+    if group != TENSOR or not _covers_evenly(x, group) or not scale.isfinite().all():
         return reference.quantize_static(x, scale, group, dtype)
     rows = x.reshape(-1, x.shape[-1])
     codes = torch.empty(rows.shape, dtype=dtype)
@@ -78,11 +78,11 @@ def quantize_static(x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dt
         if _amax(piece, group).isnan().any():
             out.copy_(reference.quantize_static(piece, scale, group, dtype))
         else:
-            _divide(piece, out, wide, scale, group, fmt.max)
+            _encode(piece, out, wide, scale, group, fmt.max)
     return codes.view(x.shape)
 
 
-def _divides(x: Tensor, group: GroupShape) -> bool:
+def _covers_evenly(x: Tensor, group: GroupShape) -> bool:
     """Return whether groups cover ``x`` evenly, and pieces of whole rows can hold them."""
     if x.numel() == 0:
         return False
@@ -116,7 +116,7 @@ def _amax(x: Tensor, group: GroupShape) -> Tensor:
     return found.view(x.dtype).float()
 
 
-def _divide(
+def _encode(
     x: Tensor, out: Tensor, wide: Tensor, scale: Tensor, group: GroupShape, largest: float | None
 ) -> None:
     """Write the codes of a piece; those of groups with a NaN scale are not defined."""

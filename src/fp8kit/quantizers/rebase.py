@@ -161,7 +161,7 @@ def _check(q: QTensor, group: GroupShape) -> None:
 def _shared_exponents(q: QTensor, group: GroupShape) -> Tensor:
     """Return the least biased exponents that let every group fit, ``int32``."""
     need = torch.empty(q.scale.shape, dtype=torch.int32, device=q.device)
-    table = _needs(q.device)
+    table = _exponent_table(q.device)
     for rows in _pieces(q.data):
         magnitude = _rows(q.data, rows).view(torch.uint8) & 0x7F
         magnitude = magnitude.masked_fill(magnitude == _NAN, 0)
@@ -206,13 +206,13 @@ def _shift_rows(codes: Tensor, own: Tensor, shared: Tensor, out: Tensor) -> tupl
     if nan.any():
         shifted.masked_fill_(_per_element(nan, codes.shape[-1]), _NAN)
     out.view(torch.uint8).copy_(shifted)
-    lost = _lossy(codes.device)[index] & ~_per_element(nan, codes.shape[-1])
+    lost = _loss_table(codes.device)[index] & ~_per_element(nan, codes.shape[-1])
     per_row = lost.sum(-1)
     rows = per_row.nonzero().flatten()
     if not len(rows):
         return 0, 0.0
     # the value under the shared scale, exact in fp32 before and after
-    before = _exact(codes.device)[index[rows]]
+    before = _value_table(codes.device)[index[rows]]
     change = (before - out[rows].float().nan_to_num()).masked_fill(~lost[rows], 0)
     ratios = (_group_norms(change) / _group_norms(before)).nan_to_num(0)
     return int(per_row.sum()), float(ratios.square().mean(-1).sqrt().max())
@@ -227,7 +227,7 @@ def _shifted(codes: Tensor, distance: Tensor) -> tuple[Tensor, Tensor]:
     """Shift codes ``[M, K]`` by exponents ``[M, K / 32]``; return bytes, and indices of tables."""
     step = (distance.clamp(-_DOWN, _UP) + _DOWN) * 256
     index = _per_element(step, codes.shape[-1]) + codes.view(torch.uint8)
-    return _codes(codes.device)[index], index
+    return _code_table(codes.device)[index], index
 
 
 def _per_element(values: Tensor, cols: int) -> Tensor:
@@ -250,29 +250,29 @@ def _all_codes(device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _exact(device: torch.device) -> Tensor:
+def _value_table(device: torch.device) -> Tensor:
     """Return the value of each code at each distance, flat; NaN as 0, to keep it out of sums."""
     powers = torch.arange(-_DOWN, _UP + 1, device=device).float().exp2()
     return (_all_codes(device).nan_to_num() * powers[:, None]).flatten()
 
 
 @functools.cache
-def _codes(device: torch.device) -> Tensor:
+def _code_table(device: torch.device) -> Tensor:
     """Return each code at each distance, flat: rounded to nearest even, saturated, NaN kept."""
-    bits = _exact(device).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+    bits = _value_table(device).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
     own = torch.arange(256, dtype=torch.uint8, device=device).repeat(_DOWN + _UP + 1)
     return torch.where((own & _NAN) == _NAN, own, bits)
 
 
 @functools.cache
-def _lossy(device: torch.device) -> Tensor:
-    values = _exact(device)
-    held: Tensor = _codes(device).view(torch.float8_e4m3fn).float().nan_to_num()
+def _loss_table(device: torch.device) -> Tensor:
+    values = _value_table(device)
+    held: Tensor = _code_table(device).view(torch.float8_e4m3fn).float().nan_to_num()
     return held.ne(values)
 
 
 @functools.cache
-def _needs(device: torch.device) -> Tensor:
+def _exponent_table(device: torch.device) -> Tensor:
     """Return for each magnitude the distance from its group's exponent to the least that fits."""
     values = _all_codes(device)[:128].nan_to_num(0)
     mantissa, exponent = torch.frexp(values)

@@ -153,7 +153,7 @@ def quantize_groups(
     scale_ub: Tensor | None,
     data: Tensor,
     group: int,
-    recipe: ScaleRule,
+    rule: ScaleRule,
     tile: GroupTile,
 ) -> None:
     """Quantize ``x`` in groups of columns into ``data``, reading (static) or writing ``scale``.
@@ -167,8 +167,8 @@ def quantize_groups(
     launch(
         _groups_kernel, triton.cdiv(m, tile.rows) * across,
         x, scale, scale_ub, data, m, x.stride(0), x.stride(1), scale.stride(0), scale.stride(1),
-        recipe.min_scale, K=k, STRIDE_DM=data.stride(0), GROUP=group, STATIC=recipe.static,
-        DIVISION=recipe.division, FP8_MAX=recipe.fp8_max, BLOCK_M=tile.rows,
+        rule.min_scale, K=k, STRIDE_DM=data.stride(0), GROUP=group, STATIC=rule.static,
+        DIVISION=rule.division, FP8_MAX=rule.fp8_max, BLOCK_M=tile.rows,
         BLOCK_G=tile.groups, HELD=tile.held, num_warps=tile.warps, enable_fp_fusion=False,
         OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip
@@ -240,7 +240,7 @@ def quantize_blocks(
     data: Tensor,
     rows: int,
     cols: int,
-    recipe: ScaleRule,
+    rule: ScaleRule,
 ) -> None:
     """Quantize a stack of matrices block by block, reading (static) or writing ``scale``.
 
@@ -254,8 +254,8 @@ def quantize_blocks(
     held = min(rows, max(1, rows * cols * x.element_size() // (warps * 32 * 32)))
     launch(
         _blocks_kernel, scale.numel(),
-        x, scale, scale_ub, data, x.shape[1], *x.stride(), *scale.stride(), recipe.min_scale,
-        K=x.shape[2], ROWS=rows, COLS=cols, STATIC=recipe.static, DIVISION=recipe.division,
-        FP8_MAX=recipe.fp8_max, HELD=held, num_warps=warps, enable_fp_fusion=False,
+        x, scale, scale_ub, data, x.shape[1], *x.stride(), *scale.stride(), rule.min_scale,
+        K=x.shape[2], ROWS=rows, COLS=cols, STATIC=rule.static, DIVISION=rule.division,
+        FP8_MAX=rule.fp8_max, HELD=held, num_warps=warps, enable_fp_fusion=False,
         OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip

@@ -160,7 +160,7 @@ def quantize_rows(
     scale: Tensor,
     scale_ub: Tensor | None,
     data: Tensor,
-    recipe: ScaleRule,
+    rule: ScaleRule,
     tile: RowTile,
 ) -> None:
     """Quantize ``x`` row by row into ``data``, reading (static) or writing ``scale``.
@@ -174,9 +174,9 @@ def quantize_rows(
     registers = 64 if tile.held > 5 else None
     launch(
         _rows_kernel, triton.cdiv(m, tile.rows) * tile.slices,
-        x, scale, scale_ub, data, m, x.stride(0), x.stride(1), scale.stride(0), recipe.min_scale,
-        K=k, STRIDE_DM=data.stride(0), STATIC=recipe.static, DIVISION=recipe.division,
-        FP8_MAX=recipe.fp8_max, BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held,
+        x, scale, scale_ub, data, m, x.stride(0), x.stride(1), scale.stride(0), rule.min_scale,
+        K=k, STRIDE_DM=data.stride(0), STATIC=rule.static, DIVISION=rule.division,
+        FP8_MAX=rule.fp8_max, BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held,
         SLICES=tile.slices, num_warps=tile.warps, maxnreg=registers, enable_fp_fusion=False,
         OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip

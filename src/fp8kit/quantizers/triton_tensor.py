@@ -183,7 +183,7 @@ def quantize_tensor(
     scale: Tensor,
     scale_ub: Tensor | None,
     data: Tensor,
-    recipe: ScaleRule,
+    rule: ScaleRule,
     tile: TensorTile,
 ) -> None:
     """Quantize ``x`` as a whole into ``data``, reading (static) or writing ``scale``.
@@ -197,7 +197,7 @@ def quantize_tensor(
     overlap = overlaps(x.device)
     amax, scan = x, 4096 if numel <= 4096 else SMALL
     programs = tile.programs
-    if recipe.static:
+    if rule.static:
         scan, programs = 0, triton.cdiv(numel, tile.block * tile.held)
     elif numel > SMALL or not contiguous:
         amax = x.new_empty(tile.partials)
@@ -210,8 +210,8 @@ def quantize_tensor(
         )  # fmt: skip
     launch(
         _tensor_kernel, programs,
-        x, amax, scale, scale_ub, data, numel, amax.numel(), *strides, recipe.min_scale,
-        K=k, DIVISION=recipe.division, FP8_MAX=recipe.fp8_max, BLOCK=tile.block, HELD=tile.held,
+        x, amax, scale, scale_ub, data, numel, amax.numel(), *strides, rule.min_scale,
+        K=k, DIVISION=rule.division, FP8_MAX=rule.fp8_max, BLOCK=tile.block, HELD=tile.held,
         SCAN=scan, EVICTION="evict_first" if x.nbytes <= _READ_ONCE else "",
         num_warps=16 if scan == SMALL else tile.warps, enable_fp_fusion=False,
         OVERLAP=overlap, launch_pdl=overlap,
