@@ -148,7 +148,7 @@ def choose(table: BackendTable, problem: Any, only: str | None = None) -> Choice
     return _fastest(fits, reasons, problem, times, measured)
 
 
-def renew() -> None:
+def forget_tables() -> None:
     """Forget cached tables and choices, because the measured times have changed."""
     forget_choices()
     table_for.cache_clear()

@@ -54,7 +54,7 @@ def failure(problem: Problem, run: Callable[..., Tensor], tokens: int = _TOKENS)
     may depend on it. Raises ``RuntimeError`` if a graph is being captured and the kind was never
     tried: nothing can be compared then, and a choice without a trial would hold for good.
     """
-    tried = (torch.cuda.current_device(), small(problem), run, tokens)
+    tried = (torch.cuda.current_device(), trial_problem(problem), run, tokens)
     if tried not in _found:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -83,7 +83,7 @@ def _failure_on(
     return found
 
 
-def small(problem: Problem) -> Problem:
+def trial_problem(problem: Problem) -> Problem:
     """Return the small problem that is tried for all problems of the same kind."""
     m = m_bucket(_TOKENS)
     if isinstance(problem, GroupedProblem):
@@ -98,7 +98,7 @@ def difference(
 ) -> str | None:
     """Compare kernels with the reference on numbers whose sums are exact.
 
-    ``problem`` is a result of ``small``. Returns what is wrong, or ``None``.
+    ``problem`` is a result of ``trial_problem``. Returns what is wrong, or ``None``.
     """
     operands = _operands(problem, torch.Generator("cpu").manual_seed(0), device, tokens)
     define = reference.BACKEND

@@ -196,7 +196,7 @@ def activated_launch(
     product = Product(_first(problem), _rows_each(problem), operands.ids.numel())
     tile = cut_product(product.dense, product.rows_each, facts, 2 if act.gated else 1)
     tiles = product.tiles(problem.experts, tile.rows)
-    codes, strides = _loaded(w, Rows(source.data, source.scale, problem.x_group), product.dense)
+    codes, strides = _operands(w, Rows(source.data, source.scale, problem.x_group), product.dense)
     floor = min_scale(GROUP128, problem.w_dtype, "activation")
     written = h.data if h.group is None else h.data.view(torch.uint8)
     arguments = (
@@ -226,7 +226,7 @@ def product_launch(
     count, n, k = w.data.shape
     tile = cut_product(product.dense, product.rows_each, facts, 0)
     tiles = product.tiles(count, tile.rows)
-    codes, strides = _loaded(w, rows, product.dense)
+    codes, strides = _operands(w, rows, product.dense)
     arguments = (
         *codes, w.bias, y, places, offsets, _tile_starts(offsets, tile.rows), count, tiles, n,
         k, *strides,
@@ -276,7 +276,7 @@ def _tile_starts(offsets: Tensor, rows: int) -> Tensor:
     return torch.nn.functional.pad(tiles.cumsum(0), (1, 0)).int()
 
 
-def _loaded(
+def _operands(
     w: ExpertWeights, rows: Rows, dense: MatmulProblem
 ) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
     """Return weight, rows and their scales as the kernels take them, and their strides."""

@@ -57,11 +57,11 @@ class Explanation:
 
     def __str__(self) -> str:
         return "\n\n".join(
-            "\n".join((_listed(names), str(choice), *self._told(names)))
+            "\n".join((_listed(names), str(choice), *self._details(names)))
             for names, choice in self.entries
         )
 
-    def _told(self, names: Sequence[str]) -> list[str]:
+    def _details(self, names: Sequence[str]) -> list[str]:
         notes = [f"  {n}: {self.notes[n]}" for n in names if n in self.notes]
         more, numbers = len(notes) - _SHOWN, self.numbers.get(names[0])
         return (
@@ -111,7 +111,7 @@ def explain(layer_or_model: nn.Module, m: int = 16) -> Explanation:
         raise InvalidValue(
             f"Got m={m}.", "A row count is not negative.", "Pass the number of tokens."
         )
-    asked = list(_asked(layer_or_model, int(m)))
+    asked = list(_products(layer_or_model, int(m)))
     if not asked:
         raise InvalidValue(
             f"{type(layer_or_model).__name__} holds no Fp8Linear and no FP8 experts.",
@@ -130,7 +130,7 @@ def explain(layer_or_model: nn.Module, m: int = 16) -> Explanation:
     return Explanation(entries, notes, numbers)
 
 
-def _asked(model: nn.Module, m: int) -> Iterator[tuple[str, _Layer, BackendTable, object]]:
+def _products(model: nn.Module, m: int) -> Iterator[tuple[str, _Layer, BackendTable, object]]:
     """Yield each product of ``m`` tokens, with the backends that may compute it."""
     for name, layer in model.named_modules():
         if isinstance(layer, Fp8Linear):

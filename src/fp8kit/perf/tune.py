@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fp8kit.dispatch.backends import renew
+from fp8kit.dispatch.backends import forget_tables
 from fp8kit.dispatch.device import device_name
 from fp8kit.dispatch.timings import DENSE, REJECTED, Table, fingerprint, table_for, tuned_path
 from fp8kit.errors import InvalidValue
@@ -163,7 +163,7 @@ def keep(table: Table) -> None:
             known = dataclasses.replace(table, rows={})
         known.merge(table)
         known.write(path)
-    renew()
+    forget_tables()
 
 
 def _measure(

@@ -74,7 +74,7 @@ def _offsets(index, stride_xm, stride_xk, K: tl.constexpr):
 
 
 @triton.jit
-def _loaded(x_ptr, index, numel, stride_xm, stride_xk, K: tl.constexpr, EVICTION: tl.constexpr):
+def _load_tile(x_ptr, index, numel, stride_xm, stride_xk, K: tl.constexpr, EVICTION: tl.constexpr):
     offset = _offsets(index, stride_xm, stride_xk, K)
     return tl.load(x_ptr + offset, mask=index < numel, other=0.0, eviction_policy=EVICTION)
 
@@ -100,12 +100,12 @@ def _amax_kernel(
     step = tl.program_id(0)
     while step < kept_from:  # Triton 3.6 interprets no range of tensors
         index = step.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        x = _loaded(x_ptr, index, numel, stride_xm, stride_xk, K, "evict_first")
+        x = _load_tile(x_ptr, index, numel, stride_xm, stride_xk, K, "evict_first")
         bits = tl.maximum(bits, magnitude(x))
         step += tl.num_programs(0)
     while step < steps:
         index = step.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        x = _loaded(x_ptr, index, numel, stride_xm, stride_xk, K, "evict_last")
+        x = _load_tile(x_ptr, index, numel, stride_xm, stride_xk, K, "evict_last")
         bits = tl.maximum(bits, magnitude(x))
         step += tl.num_programs(0)
     amax = amax_of(tl.max(bits, 0), None, x_ptr.dtype.element_ty)
@@ -166,7 +166,7 @@ def _tensor_kernel(
         held = ()
         for i in tl.static_range(HELD):
             index = first + i * BLOCK + tl.arange(0, BLOCK)
-            x = _loaded(x_ptr, index, numel, stride_xm, stride_xk, K, EVICTION)
+            x = _load_tile(x_ptr, index, numel, stride_xm, stride_xk, K, EVICTION)
             held = appended(held, x)
         # Triton 3.6 miscompiles the integer steps of fnuz codes inside a run-time branch
         if SCAN > 0 or FP8_MAX == 224.0:
