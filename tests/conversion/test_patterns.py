@@ -20,6 +20,8 @@ from fp8kit.conversion.patterns import DEFAULT_EXCLUDE, matches
         "x_embedder",
         "_heads.human.0",
         "class_embed.0",
+        "downstream_head2.proj",
+        "speaker_embedder",
         "bbox_embed.0.layers.1",
         "dec_bbox_head.2.layers.0",
         "bbox_predictor.layers.0",

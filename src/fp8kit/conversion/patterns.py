@@ -28,7 +28,8 @@ _PROTECTED = (
         r"(\w+_)?(lm_heads?|audio_heads|class_head|classifier)(?!\.\w*[a-z]\w*\.\d+\.\w)|to_logits|"
         r"(mlp|linear|logits?)_head|output_head|output_projection|logits_dense|score|"
         r"embed_out|lm_loss|qa_outputs|cls_score|class_embed|bbox_pred|aux_head|aux\d|AuxLogits|"
-        r"predictions\.decoder|pred_layer\.proj|heads?\.(head|fc|linear)|joint\.head",
+        r"predictions\.decoder|pred_layer\.proj|heads?\.(head|fc|linear)|joint\.head|"
+        r"downstream_head\d",
         "output head",
     ),
     # boxes, and where deformable attention looks
@@ -41,7 +42,7 @@ _PROTECTED = (
     (
         r"(\w+_)?embed_tokens\w*|word_embeddings|(\w+_)?patch_(to_)?(embed|proj)\w*|pos_embed\w*|"
         r"label_emb|(\w+_)?x_embedders?|img_in|txt_in|caption_projection|(\w+_)?text_embeddings?|"
-        r"(context|condition|caption|cap|label|class)_embedder|context_embed",
+        r"(context|condition|caption|cap|label|class|speaker|genre)_embedder|context_embed",
         "embedding",
     ),
     (
