@@ -261,6 +261,7 @@ HELD_PARTS: dict[str, Callable[[nn.Module], Any]] = {
     "weak proxy": lambda layer: [weakref.proxy(layer).forward],
     "method of a partial": lambda layer: types.MethodType(functools.partial(torch.relu), layer),
     "weight": lambda layer: {"weights": [layer.weight]},
+    "weight in objects": lambda layer: Step([Step([Step(layer.weight)])]),  # type: ignore[arg-type]
     "view of the weight": lambda layer: layer.weight.t(),
     "part of the weight": lambda layer: [layer.weight.detach()[:64]],
     "end of the weight": lambda layer: [layer.weight.detach()[64:]],
