@@ -30,6 +30,7 @@ from fp8kit.conversion.patterns import DEFAULT_EXCLUDE, matches
         "layers.0.cross_attn.sampling_offsets",
         "text_embedding.2",
         "context_embed",
+        "cond_in",
         "pooled_text_embeddings.in_layer",
         "layers.3.mlp.gate",
         "block_sparse_moe.gate",

@@ -41,7 +41,7 @@ _PROTECTED = (
     (r"(text|visual|vision|image|audio)_projection", "output projection"),
     (
         r"(\w+_)?embed_tokens\w*|word_embeddings|(\w+_)?patch_(to_)?(embed|proj)\w*|pos_embed\w*|"
-        r"label_emb|(\w+_)?x_embedders?|img_in|txt_in|caption_projection|(\w+_)?text_embeddings?|"
+        r"label_emb|(\w+_)?x_embedders?|(img|txt|cond)_in|caption_projection|(\w+_)?text_embeddings?|"
         r"(context|condition|caption|cap|label|class|speaker|genre)_embedder|context_embed",
         "embedding",
     ),
