@@ -247,7 +247,8 @@ def scan(
     tiled = describes_layers(tensors, metadata)
     tensors = sliced(fp4.unpacked(nvfp4.as_fp8(rebased.as_mx(tensors), scheme, tiled)))
     kinds = {n: (info.dtype, info.shape) for n, info in tensors.items()}
-    parts = (info for info in tensors.values() if isinstance(info, nvfp4.ConvertedPart))
+    parts = [info for info in tensors.values() if isinstance(info, nvfp4.ConvertedPart)]
+    nvfp4.check_order(parts, metadata)
     made = {part.layer: part.scheme.weight for part in parts}
     read = interpret(Source(config, kinds, documents, metadata, widths or {}, made))
     return Checkpoint(
