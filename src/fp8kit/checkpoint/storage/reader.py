@@ -337,8 +337,9 @@ def _files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
 
 def _is_all_of_its_folder(file: Path) -> bool:
     """Return whether a folder with a config is read from this file alone."""
+    told = any(lexists(file.parent / name) for name in ("config.json", *DOCUMENTS))
     try:
-        return lexists(file.parent / "config.json") and _files(file.parent)[1] == [file.name]
+        return told and _files(file.parent)[1] == [file.name]
     except CheckpointError:  # of other files there
         return False
 
