@@ -198,7 +198,22 @@ NAMES = (
     Name(
         "Fp8PerBlockOnlineLinearMethod", ONLINE,
         "the same per 128x128 block; `weight` `[N, K]`, `weight_scale_inv`",
-        "any N and K; a reload writes the same storage",
+        "any N and K; scales are fp32, where newer vLLM rounds them to the weight's dtype; a "
+        "reload writes the same storage",
+        "test_online_linear.py::test_a_weight_is_quantized_as_soon_as_all_shards_are_there",
+    ),
+    Name(
+        "Fp8PtpcOnlineLinearMethod", ONLINE,
+        "the same per row; `weight` `[K, N]`, `weight_scale` `[N, 1]`",
+        "scales are fp32, where vLLM rounds them to the weight's dtype; a reload writes the same "
+        "storage",
+        "test_online_linear.py::test_a_weight_is_quantized_as_soon_as_all_shards_are_there",
+    ),
+    Name(
+        "Mxfp8OnlineLinearMethod", "vLLM, online/mxfp8.py",
+        "the same in MXFP8; `weight` `[N, K]`, `weight_scale` E8M0 bytes `[N, K / 32]`",
+        "any N and K; exponents are those of `mxfp8_e4m3_quantize`; a reload writes the same "
+        "storage",
         "test_online_linear.py::test_a_weight_is_quantized_as_soon_as_all_shards_are_there",
     ),
     Name(
@@ -211,7 +226,19 @@ NAMES = (
     Name(
         "Fp8PerBlockOnlineMoEMethod", ONLINE,
         "the same per 128x128 block, `w13_weight_scale_inv` and `w2_weight_scale_inv`",
-        "no size is rounded up to 128",
+        "no size is rounded up to 128; scales are fp32, as above",
+        "test_online_moe.py::test_experts_arrive_shard_by_shard",
+    ),
+    Name(
+        "Fp8PtpcOnlineMoEMethod", ONLINE,
+        "the same per row, `w13_weight_scale` and `w2_weight_scale` `[E, rows, 1]`",
+        "scales are fp32, as above",
+        "test_online_moe.py::test_experts_arrive_shard_by_shard",
+    ),
+    Name(
+        "Mxfp8OnlineMoEMethod", "vLLM, online/mxfp8.py",
+        "the same in MXFP8, `w13_weight_scale` and `w2_weight_scale` E8M0 bytes",
+        "any size; takes `layer` and `moe`",
         "test_online_moe.py::test_experts_arrive_shard_by_shard",
     ),
     Name(
