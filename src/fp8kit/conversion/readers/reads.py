@@ -98,14 +98,18 @@ def weight_reads(model: nn.Module) -> dict[nn.Module, str]:
     for module in model.modules():
         if not isinstance(module, nn.Linear):  # what subclasses do is judged by their class
             alike[_kind(module)].append(module)
-    for modules in alike.values():
-        reader.own = frozenset(modules if stacks(modules[0]) else ())
-        for name, function in _roots(modules[0]):
-            if reader.is_suspect(function):
-                reader.walked.clear()
-                reader.running = name in ("forward", "__call__")
-                result = reader.follow(function, [tuple(modules)], {}, 0)
-                reader.escape(result, function.__qualname__)
+    before = -1
+    while before < len(reader.stored):  # what a method stores, one before it may read
+        before = len(reader.stored)
+        reader.forget()
+        for modules in alike.values():
+            reader.own = frozenset(modules if stacks(modules[0]) else ())
+            for name, function in _roots(modules[0]):
+                if reader.is_suspect(function):
+                    reader.walked.clear()
+                    reader.running = name in ("forward", "__call__")
+                    result = reader.follow(function, [tuple(modules)], {}, 0)
+                    reader.escape(result, function.__qualname__)
     reader.own = frozenset()
     for module in model.modules():
         reader.running = True
@@ -200,6 +204,7 @@ class Reader:
         self.inside: list[Any] = []
         self.walked = Counter[ast.AST]()
         self.own: frozenset[nn.Module] = frozenset()  # whose own stacks are read, as FP8 ones are
+        self.stored: dict[tuple[int, str], Values] = {}  # modules in attributes that methods assign
         self._words = _WORDS.union(*map(stacks, model.modules()))
         self._results: dict[Any, Values] = {}
         self._suspects: dict[Any, bool] = {}
@@ -215,6 +220,18 @@ class Reader:
             for name, value in () if _is_library(cls.__module__) else vars(cls).items():
                 if name not in ("forward", "__init__"):  # of each module, walked on its own
                     self._methods[name].append(_function(value))
+
+    def store(self, owners: Values, name: str, values: Values) -> None:
+        """Note modules that a method stores in an attribute of a module."""
+        if any(isinstance(v, nn.Module) for v in leaves(values)):
+            for owner in owners:
+                if isinstance(owner, nn.Module):
+                    key = id(owner), name
+                    self.stored[key] = united(self.stored.get(key, ()), values)
+
+    def forget(self) -> None:
+        """Walk everything anew."""
+        self._results.clear()
 
     def escape(self, values: Iterable[Any], where: str, how: str = "") -> None:
         """Note that the weights among values are read."""
