@@ -1,7 +1,7 @@
 """The names people already call: vLLM's FP8 functions, LoRAX' layer, the copied ``fp8_gemm.py``.
 
-Each behaves as published, in terms of this package's own functions; ``docs/compat.md`` has a row
-for each, with what differs. Scales may come in the shapes and dtypes that engines use.
+Each behaves as published, and is built from this package's own functions; ``docs/compat.md`` has a
+row for each, with the differences. Scales may have the shapes and dtypes that engines use.
 """
 
 from fp8kit.compat.blocks import per_block_cast_to_fp8 as per_block_cast_to_fp8
@@ -65,7 +65,7 @@ from fp8kit.compat.wrapped_linear import FP8Linear as FP8Linear
 
 
 def __getattr__(name: str) -> object:
-    """Answer the capability flags when they are asked for, so that importing asks no device."""
+    """Compute the capability flags on access, so that an import queries no device."""
     if name == "TORCH_DEVICE_IDENTITY":
         return _device_identity()
     if name in _FLAGS:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit import functional
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.arriving import Arriving, Loader, OnlineMethod, check_coded, fill
 from fp8kit.compat.known_weights import KnownWeights
 from fp8kit.compat.shapes import with_scale_as_stored
@@ -21,7 +21,7 @@ _SHARDS = {"q": 0, "k": 1, "v": 2}
 
 
 class _OnlineLinearMethod(OnlineMethod):
-    """What all granularities share; a ``_turned`` weight is held as the view ``[K, N]``."""
+    """The base of all granularities; a ``_turned`` weight is held as the view ``[K, N]``."""
 
     weight_scale_name = "weight_scale"
     _group: GroupShape
@@ -71,7 +71,7 @@ class _OnlineLinearMethod(OnlineMethod):
             del layer.weight
         self._await(layer).expect("weight", (n, k), params_dtype, loader, **facts)
 
-    @teaches
+    @names_wrong_argument
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute ``[..., N]`` in the dtype of ``x``.
 
@@ -100,10 +100,10 @@ class _OnlineLinearMethod(OnlineMethod):
 
 
 class Fp8PerTensorOnlineLinearMethod(_OnlineLinearMethod):
-    """Linear layers with one scale for the weight; each token has its own.
+    """Linear layers with one scale for the weight and one for each token of the input.
 
     After loading, ``layer.weight`` is FP8, the view ``[K, N]``, and ``layer.weight_scale`` fp32
-    ``(1,)``, as there.
+    ``(1,)``, as in vLLM.
 
     Example:
         >>> method = fp8kit.compat.Fp8PerTensorOnlineLinearMethod()
@@ -119,13 +119,13 @@ class Fp8PerBlockOnlineLinearMethod(_OnlineLinearMethod):
     """Linear layers with a scale for each 128x128 block of the weight, and 1x128 of the input.
 
     After loading, ``layer.weight`` is FP8 ``[N, K]`` and ``layer.weight_scale_inv`` fp32
-    ``[ceil(N / 128), ceil(K / 128)]``, as there.
+    ``[ceil(N / 128), ceil(K / 128)]``, as in vLLM.
 
     Example:
         >>> method = fp8kit.compat.Fp8PerBlockOnlineLinearMethod()
     """
 
-    weight_block_size = [128, 128]  # noqa: RUF012  (an attribute as there, never written)
+    weight_block_size = [128, 128]  # noqa: RUF012  (an attribute as in vLLM, never written)
     weight_scale_name = "weight_scale_inv"
     _group = BLOCK
     _turned = False
@@ -135,7 +135,7 @@ class Fp8PtpcOnlineLinearMethod(_OnlineLinearMethod):
     """Linear layers with a scale for each row of the weight; each token has its own.
 
     After loading, ``layer.weight`` is FP8, the view ``[K, N]``, and ``layer.weight_scale`` fp32
-    ``[N, 1]``, as there.
+    ``[N, 1]``, as in vLLM.
 
     Example:
         >>> method = fp8kit.compat.Fp8PtpcOnlineLinearMethod()
@@ -159,7 +159,7 @@ class Mxfp8OnlineLinearMethod(_OnlineLinearMethod):
 
 
 def _loader(layer: nn.Module) -> Loader:
-    """Return the default: a whole weight, or one of the shards of ``logical_widths``."""
+    """Return the default loader, of a whole weight or one of the shards of ``logical_widths``."""
 
     def load(param: Tensor, loaded_weight: Tensor, shard_id: int | str | None = None) -> None:
         if shard_id is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.arriving import Arriving, Loader, OnlineMethod, check_coded, fill
 from fp8kit.errors import InvalidValue, check_choice
 from fp8kit.formats import SCHEMES, TENSOR, QTensor, Scheme
@@ -41,12 +41,12 @@ _WORDS = (
 
 
 class _OnlineMoEMethod(OnlineMethod):
-    """What all granularities share.
+    """The base of all granularities.
 
     Args:
-        layer: any module; read from it when weights are made and applied: ``moe_config`` or
-            attributes of its own (``has_bias``, ``activation``, ``expert_map``,
-            ``apply_router_weight_on_input``, ``top_k`` and the words of the router).
+        layer: any module. Its ``moe_config`` is read now, and its own attributes (``has_bias``,
+            ``activation``, ``expert_map``, ``apply_router_weight_on_input``, ``top_k`` and the
+            other options of the router) when weights are made and applied.
         moe: the ``moe_config``, where a layer has none.
     """
 
@@ -105,7 +105,7 @@ class _OnlineMoEMethod(OnlineMethod):
             found |= {f"{part}_weight": q.data, f"{part}_{self.weight_scale_name}": scale}
         return found
 
-    @teaches
+    @names_wrong_argument
     def apply(
         self,
         layer: nn.Module,
@@ -125,10 +125,10 @@ class _OnlineMoEMethod(OnlineMethod):
             topk_weights: float ``[M, k]``.
             topk_ids: integer ``[M, k]``.
             shared_experts: a module whose result for every token is added.
-            shared_experts_input: what it gets; by default ``x``.
-            router_logits: float ``[M, E]``: experts are chosen here. In vLLM before 0.12 they stand
-                third, and the number of experts per token fourth, which is understood too.
-            words: of the router and the experts, which otherwise are attributes of the layer:
+            shared_experts_input: the input of ``shared_experts``; by default ``x``.
+            router_logits: float ``[M, E]``, from which experts are chosen here. In vLLM before 0.12
+                they come third, and the number of experts per token fourth; that works here, too.
+            words: options of the router and the experts, by default attributes of the layer:
                 ``top_k``, ``scoring_func``, ``renormalize``, ``use_grouped_topk``,
                 ``num_expert_group``, ``topk_group``, ``e_score_correction_bias``,
                 ``routed_scaling_factor``, ``custom_routing_function``, ``expert_map``,
@@ -139,9 +139,9 @@ class _OnlineMoEMethod(OnlineMethod):
 
         Raises:
             RuntimeError: if the weights were not processed yet.
-            TypeError: for another word that asks for something.
+            TypeError: for an unknown option that is set.
         """
-        check_options([n for n, v in words.items() if _asks(v)], _WORDS)
+        check_options([n for n, v in words.items() if _is_set(v)], _WORDS)
         given = {n: getattr(layer, n) for n in _WORDS if hasattr(layer, n)}
         given |= {n: v for n, v in words.items() if v is not None}
         if isinstance(topk_ids, int):
@@ -189,7 +189,7 @@ class Fp8PerTensorOnlineMoEMethod(_OnlineMoEMethod):
     """Experts with one scale for each weight of each expert.
 
     After loading, ``w13_weight`` and ``w2_weight`` are FP8 and ``w13_weight_scale`` and
-    ``w2_weight_scale`` fp32 ``[E]``, as there.
+    ``w2_weight_scale`` fp32 ``[E]``, as in vLLM.
 
     Example:
         >>> method = fp8kit.compat.Fp8PerTensorOnlineMoEMethod(layer=layer)
@@ -203,13 +203,13 @@ class Fp8PerBlockOnlineMoEMethod(_OnlineMoEMethod):
     """Experts with a scale for each 128x128 block of each weight.
 
     After loading, scales are ``w13_weight_scale_inv`` and ``w2_weight_scale_inv``, fp32
-    ``[E, ceil(rows / 128), ceil(columns / 128)]``, as there. No size is rounded up to 128.
+    ``[E, ceil(rows / 128), ceil(columns / 128)]``, as in vLLM. No size is rounded up to 128.
 
     Example:
         >>> method = fp8kit.compat.Fp8PerBlockOnlineMoEMethod(layer=layer)
     """
 
-    weight_block_size = [128, 128]  # noqa: RUF012  (an attribute as there, never written)
+    weight_block_size = [128, 128]  # noqa: RUF012  (an attribute as in vLLM, never written)
     weight_scale_name = "weight_scale_inv"
     _scheme = SCHEMES["FP8_BLOCK"]
 
@@ -217,7 +217,8 @@ class Fp8PerBlockOnlineMoEMethod(_OnlineMoEMethod):
 class Fp8PtpcOnlineMoEMethod(_OnlineMoEMethod):
     """Experts with a scale for each row of each weight; each token has its own.
 
-    After loading, ``w13_weight_scale`` and ``w2_weight_scale`` are fp32 ``[E, rows, 1]``, as there.
+    After loading, ``w13_weight_scale`` and ``w2_weight_scale`` are fp32 ``[E, rows, 1]``, as in
+    vLLM.
 
     Example:
         >>> method = fp8kit.compat.Fp8PtpcOnlineMoEMethod(layer=layer)
@@ -239,13 +240,13 @@ class Mxfp8OnlineMoEMethod(_OnlineMoEMethod):
     _scheme = SCHEMES["MXFP8"]
 
 
-def _asks(value: Any) -> bool:
-    """Return whether a word asks for something; -1 (all experts), ``False``, ``None`` do not."""
+def _is_set(value: Any) -> bool:
+    """Return whether an option is set; -1 (all experts), ``False`` and ``None`` set nothing."""
     return not (value is None or value is False or (isinstance(value, int) and value == -1))
 
 
 def _routed(x: Tensor, logits: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Choose experts from the router's logits; give ids and weights."""
+    """Choose experts from the router's logits; return ids and weights."""
     scale = float(given.get("routed_scaling_factor") or 1.0)
     renormalize = bool(given.get("renormalize", True))
     custom = given.get("custom_routing_function")
@@ -266,7 +267,7 @@ def _routed(x: Tensor, logits: Tensor, given: dict[str, Any]) -> tuple[Tensor, T
 
 
 def _activation(layer: nn.Module, given: Any) -> Activation:
-    """Return what ``given`` names, with the layer's ``swiglu_limit``."""
+    """Return the activation that ``given`` names, with the layer's ``swiglu_limit``."""
     if isinstance(given, Activation):
         return given
     word = str(getattr(given, "value", given)).lower()

@@ -22,7 +22,7 @@ from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.exporting import Exported, as_stored, unquantized, untied
 from fp8kit.checkpoint.loading.expected import ties
 from fp8kit.checkpoint.loading.into_module import tie
-from fp8kit.checkpoint.quantization_config import announce, check_unknown
+from fp8kit.checkpoint.quantization_config import announce, refuse_unloadable
 from fp8kit.checkpoint.schema.naming import experts_of, named
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
@@ -270,7 +270,7 @@ def _as_saved(model: Any, absent: Collection[str]) -> tuple[dict[str, Any], Json
             "Save it with fp8kit.save(model, directory).",
         )
     exported = export(model)
-    check_unknown(exported.whole, "transformers")
+    refuse_unloadable(exported.whole, "transformers")
     announced = announce(model, exported, "transformers")
     if announced.main.weight != MX:  # in vLLM's dialect of it, Transformers decodes to bf16 only
         with suppress(CheckpointError):  # what engines do not load need not stop save_pretrained

@@ -1,7 +1,7 @@
 """The definition: the ``float32`` product of the dequantized operands, bias added, rounded once.
 
-With ``batch_invariant`` the rows are multiplied in tiles of a fixed height, the last one padded,
-so that the library underneath always sees one shape and a row never feels its neighbours.
+With ``batch_invariant`` the rows are multiplied in tiles of a fixed height, the last one padded:
+the library underneath always sees one shape, so a row's bits do not depend on other rows.
 """
 
 from __future__ import annotations
