@@ -148,8 +148,8 @@ class GroupedConfig:
 def choose(pairs: int, experts: int, many: bool = True, wide_tiles: int = 0) -> GroupedConfig:
     """Return the configuration for a number of pairs.
 
-    Only with ``many`` may a tile have so many tokens that they are the MMA's rows. ``wide_tiles`` is
-    up to how many tiles an expert may have for tiles of 144 tokens to be the fastest.
+    Only with ``many`` may a tile have so many tokens that they are the MMA's rows. Tiles of 144
+    tokens are chosen for experts of up to ``wide_tiles`` tiles.
     """
     each = pairs / experts
     tokens = next((n for most, n in _TOKENS if each <= most), _MANY if many else _MANY // 2)
