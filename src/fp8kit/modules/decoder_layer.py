@@ -1,8 +1,8 @@
 """Decoder layers that add, norm and quantize in one pass between attention and feed-forward.
 
 The residual sum before the second norm is an operator in a layer's ``forward``, so no child module
-can fuse it. A layer keeps its class, children and hooks, and gets a new ``forward``, if both run
-alike on stub children with random functions: same order of calls, arguments and results.
+can fuse it. A layer keeps its class, children and hooks, and gets a new ``forward``, if the old and
+the new one agree on stub children (random functions): in order of calls, arguments and results.
 """
 
 from __future__ import annotations

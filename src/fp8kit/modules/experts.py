@@ -1,4 +1,4 @@
-"""``Fp8Experts``: the package's own module of FP8 experts; ``stacked_experts`` has all others."""
+"""``Fp8Experts``: the package's own FP8 experts; ``stacked_experts`` has those of libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The form in which MXFP8 layers and experts compute: with MX scales, or rebased to coarser."""
+"""The form (scheme) in which MXFP8 layers compute: with MX scales, or rebased to coarser ones."""
 
 from __future__ import annotations
 
