@@ -250,7 +250,7 @@ def read_elsewhere(model: nn.Module, methods: bool = False) -> dict[nn.Module, s
 def _held_in_parts(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
     """Find layers of which an attribute or buffer holds a method, the weight, or a view of it.
 
-    Attributes may hold the layer itself, which changes in place; its parts would stay dense.
+    A held layer is converted in place; a held method or weight would stay the dense layer's.
     """
     of_every_module = vars(nn.Module()).keys() - {"_buffers"} | {"extra_repr"}
     owners = {

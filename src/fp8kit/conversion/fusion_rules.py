@@ -22,7 +22,7 @@ from fp8kit.conversion.model_families import BLOCKS
 from fp8kit.conversion.patterns import check_expression, names_block, some_of
 from fp8kit.errors import ConversionError, InvalidType, InvalidValue
 
-# settings of modules on the path that must be off: with them, other code reads the tensor, too
+# settings on the path that must be off, where they exist: else other code reads the tensor, too
 _OFF: dict[str, tuple[object, ...]] = {
     "fused_projections": (False,),
     "spatial_norm": (None,),

@@ -158,7 +158,7 @@ def plan(
             row count no integer.
         ValueError: if the scheme or ``fuse`` is unknown, or a row count is not positive.
         ConversionError: if a pattern matches no layer, ``strict`` finds a layer that cannot be
-            converted, or a fusion rule names a module that does not exist or does not hold.
+            converted, or a fusion rule does not hold or names a module that does not exist.
 
     Example:
         >>> print(fp8kit.plan(model, exclude=["*.o_proj"]))

@@ -67,7 +67,7 @@ class Report:
 
     Args:
         scheme: name of the scheme.
-        records: one per considered layer, in model order.
+        records: one per layer that was examined, excluded ones too, in model order.
         model_bytes_before: size of all parameters and buffers before.
         notes: sentences about the whole model.
         groups: names of layers that share one quantized input, in call order.

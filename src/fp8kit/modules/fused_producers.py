@@ -244,7 +244,7 @@ class Producer(Fused):
         self.consumers = consumers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Copy the replaced module; a producer only with its block: else readers are unknown."""
+        """Copy the replaced module alone, unless its block is copied: readers would be unknown."""
         if id(self.consumers.path[0].ref()) not in memo:
             return copy.deepcopy(self.replaced[0], memo)
         return deepcopied(self, memo)

@@ -24,7 +24,7 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 def settings(module: nn.Module) -> dict[str, object]:
-    """Return a module's scalar attributes but ``training``: its class may compute by them."""
+    """Return a module's scalar attributes except ``training``: its class may compute by them."""
     return {n: v for n, v in vars(module).items() if isinstance(v, _SCALARS) and n != "training"}
 
 
