@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fp8kit.conversion.patterns import some_of
 from fp8kit.modules.expert_tensors import ExpertStacks
 from fp8kit.modules.stacked_experts import argument_names, own_gate
-from fp8kit.modules.trials import CopyError, contents, owned, row_factors, set_training
+from fp8kit.modules.trials import CopyError, contents, isolated_copy, row_factors, set_training
 from fp8kit.moe.activation import KINDS, Activation
 
 DOWN = "down_proj"
@@ -204,7 +204,7 @@ def _twin(module: nn.Module, stacks: ExpertStacks, small: bool, dtype: torch.dty
 def _copied(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> nn.Module:
     config = vars(module).get("config")
     memo = {} if config is None else {id(config): _Eager(config)}
-    return owned(module, memo, _parameters=parameters)
+    return isolated_copy(module, memo, _parameters=parameters)
 
 
 class _Eager:

@@ -24,7 +24,7 @@ from fp8kit.modules.fused_producers import (
 from fp8kit.modules.norm_formula import NormFormula
 from fp8kit.modules.plain_norm import NormForward
 from fp8kit.modules.rotary import RotaryForward, calls_rotary
-from fp8kit.modules.trials import on_trial, owned, set_training
+from fp8kit.modules.trials import isolated_copy, on_trial, set_training
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon")
 _RMS_FORMULAS = ((0.0, "stepwise"), (0.0, "once"), (1.0, "once"), (1.0, "stepwise"))
@@ -132,7 +132,7 @@ def recognize_norm(norm: nn.Module) -> NormFormula | None:
                 n: None if p is None else nn.Parameter(_uniform(p.shape, random), False)
                 for n, p in norm._parameters.items()
             }
-            twin = owned(norm, _parameters=drawn)
+            twin = isolated_copy(norm, _parameters=drawn)
             x = 4 * _uniform((rows, *shape), random) - 4
             expected = type(norm).forward(twin, x.clone())
     except Exception:  # it takes other arguments than one tensor, or is no norm
@@ -164,7 +164,7 @@ def _is_gated(mlp: nn.Module) -> bool:
         gate, up, down = (stubs[f"{part}_proj"] for part in ("gate", "up", "down"))
         with on_trial():
             x = torch.rand(2, 8, generator=random, dtype=torch.float64)
-            twin = owned(mlp, _modules=dict(stubs))
+            twin = isolated_copy(mlp, _modules=dict(stubs))
             set_training(twin, True)  # a dropout then changes the result
             expected = type(mlp).forward(twin, x)
             found = down(stubs["act_fn"](gate(x)) * up(x))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fp8kit.conversion.fusible_modules import may_own_forward
 from fp8kit.modules.fused_router import BIAS, RouterFormula, RouterForward
 from fp8kit.modules.own_forward import set_forward, settings
-from fp8kit.modules.trials import on_trial, owned, set_training
+from fp8kit.modules.trials import isolated_copy, on_trial, set_training
 from fp8kit.moe import choice
 from fp8kit.moe.choice import Formula
 
@@ -84,7 +84,7 @@ def _try(router: nn.Module, weight: Tensor, dtype: torch.dtype, given: bool) -> 
         for n, p in router._parameters.items()
     }
     buffers = {n: None if b is None else numbers[n] for n, b in router._buffers.items()}
-    twin = owned(router, _parameters=parameters, _buffers=buffers)
+    twin = isolated_copy(router, _parameters=parameters, _buffers=buffers)
     set_training(twin, dtype == torch.float32)  # noise in training then shows
     more = (vectors["given"],) if given else ()
     return _Trial(twin, x.to(dtype), more, *_run(twin, x.to(dtype), *more))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fp8kit.modules.fused_producers import FusedGatedMlp, FusedNorm
 from fp8kit.modules.own_forward import ModuleForward, is_unchanged, set_forward, settings
-from fp8kit.modules.trials import on_trial, owned, set_training
+from fp8kit.modules.trials import isolated_copy, on_trial, set_training
 
 _PROBE_WIDTH = 8
 
@@ -133,7 +133,7 @@ def find_flow(layer: nn.Module) -> Flow | None:
         try:
             with on_trial():
                 x = torch.rand(2, 3, _PROBE_WIDTH, generator=random, dtype=torch.float64)
-                twin = owned(layer, _modules=dict(stubs))
+                twin = isolated_copy(layer, _modules=dict(stubs))
                 set_training(twin, True)  # a dropout then changes the result
                 expected = type(layer).forward(twin, x, **passed)
                 bare = type(layer).forward(twin, x)

@@ -43,12 +43,12 @@ class Deferred:
         self.kind, self.device, self.joined = kind, gate.device, left is not None
         self.width = gate.shape[-1] + (0 if left is None else left.shape[-1])
         self._operands = tuple(None if t is None else t.detach() for t in operands)
-        self._versions = list(map(_writes, operands))
+        self._versions = list(map(_version_of, operands))
 
     def operands(self) -> tuple[Any, ...]:
         """Return gate, up and left; raises ``UnsupportedError`` if one was written to since."""
         if not torch.compiler.is_compiling():
-            for before, now in zip(self._versions, map(_writes, self._operands), strict=True):
+            for before, now in zip(self._versions, map(_version_of, self._operands), strict=True):
                 if before != now and UNCOUNTED not in (before, now):
                     raise UnsupportedError(
                         "The input of a fused activation, or what it was concatenated with, was "
@@ -141,5 +141,5 @@ def _computed(value: Any) -> Any:
     return value.tensor() if isinstance(value, Deferred) else value
 
 
-def _writes(tensor: Tensor | None) -> int:
+def _version_of(tensor: Tensor | None) -> int:
     return UNCOUNTED if tensor is None or torch.compiler.is_compiling() else version(tensor)

@@ -16,8 +16,8 @@ from fp8kit.modules.trials import (
     Alone,
     CopyError,
     contents,
+    isolated_copy,
     on_trial,
-    owned,
     row_factors,
     set_training,
 )
@@ -193,7 +193,7 @@ def _agrees(
     weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((n, k), (n,)))
     own: dict[str, nn.Parameter | None] = {"weight": nn.Parameter(weight)}
     own["bias"] = None if linear.bias is None else nn.Parameter(bias)
-    twin = owned(linear, _parameters=own)
+    twin = isolated_copy(linear, _parameters=own)
     twin.__dict__ |= {**dict(zip(_SIZES, sizes, strict=True)), **(held or {})}
     set_training(twin, training)
     marks = _marks(linear)

@@ -28,7 +28,7 @@ from fp8kit.modules.hooks import carry_hooks, is_watched
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.norm_formula import NormFormula
 from fp8kit.modules.parameters import any_trained, deepcopied
-from fp8kit.modules.pending import not_written
+from fp8kit.modules.pending import make_stand_in
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.modules.tracing import constant_in_graphs, is_compiled
 from fp8kit.ops.operators import CodesCall
@@ -128,7 +128,7 @@ class Consumers:
 
     def produce(self, replays: ReplayCache, call: CodesCall) -> list[Tensor]:
         """Offer the codes of a call; return a stand-in for their input and the other results."""
-        stand_in = not_written(call.shape, call.inputs[0].device, call.dtype)
+        stand_in = make_stand_in(call.shape, call.inputs[0].device, call.dtype)
         return [stand_in, *self.group.produce(stand_in, replays, call)]
 
 

@@ -46,7 +46,7 @@ class Waiting(threading.local):
     pending: Pending | None = None
 
 
-def not_written(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
+def make_stand_in(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return a stand-in for an unwritten tensor, with which layers are called: an expanded NaN."""
     make = _kept_nan.__wrapped__ if is_traced() else _kept_nan  # a mode may make fake tensors
     nan: Tensor = make(device, dtype)

@@ -91,7 +91,7 @@ def on_trial() -> Iterator[None]:
             random.setstate(state)
 
 
-def owned(module: nn.Module, memo: dict[int, Any] | None = None, **held: Any) -> Any:
+def isolated_copy(module: nn.Module, memo: dict[int, Any] | None = None, **held: Any) -> Any:
     """Copy a module deeply, without its hooks; the copy can change nothing of the original.
 
     ``memo`` maps ids of objects to their replacements, as in ``copy.deepcopy``. ``held`` are the
