@@ -104,10 +104,11 @@ def _difference_in(
     tokens = experts * math.ceil((_MANY_TOKENS if small else _TOKENS) / experts)
     x = torch.randn(tokens, sides[0 if stacks.transposed else 1], generator=random, dtype=dtype)
     x *= row_factors(_MAGNITUDES, tokens, each=2)
-    usual = _everywhere(tokens, experts, random)
+    usual = _usual_routes(tokens, experts, random)
     if stacks.call == "sorted":
         usual = torch.arange(experts).repeat_interleave(tokens // experts).unsqueeze(1)
-    routes = {"": usual} | (_odd(usual, experts, told) if small and stacks.call != "sorted" else {})
+    odd = small and stacks.call != "sorted"
+    routes = {"": usual} | (_unusual_routes(usual, experts, told) if odd else {})
     set_training(twin, False)
     before = contents(twin)
     for what, ids in routes.items():
@@ -147,14 +148,14 @@ def _run_differs(twin: nn.Module, given: tuple[Tensor, ...], found: Tensor) -> s
     return ""
 
 
-def _everywhere(tokens: int, experts: int, random: torch.Generator) -> Tensor:
+def _usual_routes(tokens: int, experts: int, random: torch.Generator) -> Tensor:
     """Draw two experts for each token, or the only one, so that every expert has tokens."""
     first = torch.randperm(tokens, generator=random) % experts
     away = torch.randint(1, max(2, experts), (tokens,), generator=random)
     return torch.stack([first, (first + away) % experts], 1)[:, :experts]
 
 
-def _odd(ids: Tensor, experts: int, told: bool) -> dict[str, Tensor]:
+def _unusual_routes(ids: Tensor, experts: int, told: bool) -> dict[str, Tensor]:
     """Return unusual ids, by the end of a sentence about them; no negative ones if ``told``."""
     some = torch.arange(len(ids)).unsqueeze(1) % 3 == 0
     one, other = torch.full_like(ids[:, :1], experts // 2), ids[:, :1]

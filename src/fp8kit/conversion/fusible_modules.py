@@ -63,7 +63,7 @@ def make_producer(
     return None if formula is None else FusedNorm(module, formula, consumers)
 
 
-def make_plain(module: nn.Module) -> NormForward | None:
+def norm_forward(module: nn.Module) -> NormForward | None:
     """Return a ``forward`` for an RMS norm of a known library, ``None`` for any other module.
 
     torch's own norms need none: they are one launch already.
@@ -72,7 +72,7 @@ def make_plain(module: nn.Module) -> NormForward | None:
     return None if formula is None or formula.kind != "rms_norm" else NormForward(module, formula)
 
 
-def make_rotary(module: nn.Module) -> RotaryForward | None:
+def rotary_forward(module: nn.Module) -> RotaryForward | None:
     """Return a ``forward`` for an attention with rotary embedding, ``None`` for other modules."""
     known = may_own_forward(module) and calls_rotary(type(module).forward)
     return RotaryForward(module) if known else None

@@ -133,7 +133,7 @@ def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
             replaced.append(link.source)
     if any(isinstance(module, (Fp8Linear, ExpertTensors)) for module in model.modules()):
         for name, module in model.named_modules():
-            own = fusible_modules.make_plain(module) or fusible_modules.make_rotary(module)
+            own = fusible_modules.norm_forward(module) or fusible_modules.rotary_forward(module)
             if own is not None:
                 set_forward(module, own)
                 replaced.append(name)

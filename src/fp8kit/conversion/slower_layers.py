@@ -56,7 +56,7 @@ def leave_slower(
         weight = layers[0].weight
         if rows is None and (weight.is_meta or any(r.name in wanted for r in team)):
             continue
-        device = _serving(weight)
+        device = _serving_device(weight)
         verdicts = [
             _judge(layers, scheme, device, m)
             for m in rows or _measured_rows(layers, scheme, device)
@@ -65,7 +65,7 @@ def leave_slower(
         slower = [v for v in known if v.slower]
         asked = rows is not None or device.type == "cuda"
         if asked and (not known or len(known) < len(verdicts)):
-            unknown[_told(device), weight.dtype] += [r.name for r in team]
+            unknown[_device_name(device), weight.dtype] += [r.name for r in team]
         if slower and (rows is not None or len(slower) == len(known)):
             _skip(team, slower, known)
         elif slower:
@@ -97,14 +97,14 @@ def _skip(team: Sequence[Record], slower: Sequence[_Verdict], known: Sequence[_V
         record.skip(reason)
 
 
-def _serving(weight: torch.Tensor) -> torch.device:
+def _serving_device(weight: torch.Tensor) -> torch.device:
     """Return the device that will read a weight; for one on meta the GPU, if there is one."""
     if weight.is_meta and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return weight.device
 
 
-def _told(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     if device.type == "meta":
         return _NO_DEVICE
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -103,7 +103,7 @@ class Calls(Expressions):
             values = united(*[elements(a) for a in args])
             self.callback(key, [values])
             if name in ("max", "min", "sum"):
-                self.reader.escape(values, self.scope.where)
+                self.reader.mark_read(values, self.scope.where)
             return True, (Items(values),) if values else ()
         return False, ()
 
@@ -184,7 +184,7 @@ class Calls(Expressions):
     def opaque(self, args: list[Values], kwargs: dict[str, Values]) -> Values:
         """Pass arguments to code that is not followed: it may read weights and call functions."""
         given = united(*args, *kwargs.values())
-        self.reader.escape(given, self.scope.where)
+        self.reader.mark_read(given, self.scope.where)
         functions = [v for v in leaves(given) if isinstance(v, Local | Method)]
         modules = [v for v in leaves(given) if isinstance(v, nn.Module)]
         others = united(modules, *[v.children() for v in modules if isinstance(v, CONTAINERS)])
@@ -200,7 +200,7 @@ class Calls(Expressions):
     ) -> Values:
         """Call functions that were passed to other code, which may read their results."""
         results = self.call(functions, args, kwargs or {})
-        self.reader.escape(results, self.scope.where)
+        self.reader.mark_read(results, self.scope.where)
         return results
 
 

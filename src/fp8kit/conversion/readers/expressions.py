@@ -65,7 +65,7 @@ class Expressions:
     def read(self, node: ast.AST | None) -> Values:
         """Evaluate an expression, and note its weights as read: the code uses their numbers."""
         values = self.value(node)
-        self.reader.escape(values, self.scope.where)
+        self.reader.mark_read(values, self.scope.where)
         return values
 
     def value(self, node: ast.AST | None) -> Values:
@@ -90,7 +90,7 @@ class Expressions:
         elif isinstance(target, ast.Starred):
             self.bind(target.value, (Items(elements(values)),))
         else:
-            self.reader.escape(values, self.scope.where)
+            self.reader.mark_read(values, self.scope.where)
             self.read(target)
 
     def _value_Constant(self, node: ast.Constant) -> Values:
@@ -144,19 +144,19 @@ class Expressions:
         containers = [v for v in sides if isinstance(v, (Items, list, tuple, *CONTAINERS))]
         if containers and isinstance(node.op, ast.Add):
             return (Items(elements(tuple(containers))),)
-        self.reader.escape(sides, self.scope.where)
+        self.reader.mark_read(sides, self.scope.where)
         return ()
 
     def _value_Compare(self, node: ast.Compare) -> Values:
         for part in (node.left, *node.comparators):
             values = self.value(part)
             if not all(isinstance(op, ast.Is | ast.IsNot | ast.In | ast.NotIn) for op in node.ops):
-                self.reader.escape(values, self.scope.where)
+                self.reader.mark_read(values, self.scope.where)
         return ()
 
     def _value_Lambda(self, node: ast.Lambda) -> Values:
         local = Local(node, self.scope)
-        self.reader.escape(self.enter(local, [], {}), self.scope.where)
+        self.reader.mark_read(self.enter(local, [], {}), self.scope.where)
         return (local,)
 
     def _value_ListComp(self, node: Any) -> Values:
@@ -175,7 +175,7 @@ class Expressions:
     def _value_Subscript(self, node: ast.Subscript) -> Values:
         values = self.value(node.value)
         known, key = constant(self.read(node.slice))
-        self.reader.escape([v for v in values if isinstance(v, Weight)], self.scope.where)
+        self.reader.mark_read([v for v in values if isinstance(v, Weight)], self.scope.where)
         values = tuple(v for v in values if not isinstance(v, Weight))
         if isinstance(node.slice, ast.Slice):
             return (Items(elements(values)),)
@@ -192,7 +192,7 @@ class Expressions:
             if isinstance(owner, Weight):
                 if name not in _HARMLESS and (name != "dtype" or owner.tells_dtype):
                     how = "asks for the dtype of its weight" if name == "dtype" else ""
-                    self.reader.escape((owner,), self.scope.where, how)
+                    self.reader.mark_read((owner,), self.scope.where, how)
                 continue
             if name == "_parameters" and isinstance(owner, nn.Linear):
                 found.append((Items((Weight(owner),)),))

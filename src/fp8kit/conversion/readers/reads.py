@@ -105,14 +105,14 @@ def weight_reads(model: nn.Module) -> dict[nn.Module, str]:
                 reader.walked.clear()
                 reader.running = name in ("forward", "__call__")
                 result = reader.follow(function, [tuple(modules)], {}, 0)
-                reader.escape(result, function.__qualname__)
+                reader.mark_read(result, function.__qualname__)
     reader.own = frozenset()
     for module in model.modules():
         reader.running = True
         for hook in _hooks(module):
             where = f"a hook of {type(module).__name__}"
             values = Walk(reader, Scope(where, {}, _hooks), 0).call((hook,), [(module,)], {})
-            reader.escape(values, where)
+            reader.mark_read(values, where)
     return reader.found
 
 
@@ -216,7 +216,7 @@ class Reader:
                 if name not in ("forward", "__init__"):  # each module's forward is a root itself
                     self._methods[name].append(_function(value))
 
-    def escape(self, values: Iterable[Any], where: str, how: str = "") -> None:
+    def mark_read(self, values: Iterable[Any], where: str, how: str = "") -> None:
         """Record the weights among values as read, at ``where``."""
         for value in leaves(values):
             if isinstance(value, Weight) and value.module not in self.own:
@@ -256,7 +256,8 @@ class Reader:
         """Walk a function with given arguments, and return its possible results."""
         function = inspect.unwrap(function)
         if not _is_python(function) or depth > DEPTH:
-            self.escape(united(*args, *kwargs.values()), getattr(function, "__qualname__", "code"))
+            where = getattr(function, "__qualname__", "code")
+            self.mark_read(united(*args, *kwargs.values()), where)
             return ()
         own = function.__code__.co_varnames[:1] == ("self",)
         passed = list(leaves(united(*args[own:], *kwargs.values())))
@@ -308,4 +309,4 @@ class Reader:
                 for layer in layers if named else [owner, *layers]:
                     if isinstance(layer._parameters.get("weight"), nn.Parameter):
                         how = "names a weight, and its source is not at hand"
-                        self.escape((Weight(layer),), function.__qualname__, how)
+                        self.mark_read((Weight(layer),), function.__qualname__, how)

@@ -30,7 +30,7 @@ class Walk(Calls):
         if given in around:
             return ()
         if around and self.reader.walked[node] >= _MOST_WALKS:
-            self.reader.escape(united(*self.scope.names.values()), self.scope.where)
+            self.reader.mark_read(united(*self.scope.names.values()), self.scope.where)
             return ()
         self.reader.inside.append((node, given))
         self.reader.walked[node] += 1
