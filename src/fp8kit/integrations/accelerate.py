@@ -22,7 +22,7 @@ from fp8kit.modules.libraries import run_through
 from fp8kit.modules.linear import Fp8Linear
 
 
-def tell() -> None:
+def patch() -> None:
     """Let accelerate quantize a dense weight that it places into an FP8 layer."""
     for user in (utils, modeling, hooks):
         run_through(user, "set_module_tensor_to_device", _place)

@@ -293,7 +293,7 @@ class _QuantizerOfModel(QuantizerOfLayers):
         return found
 
 
-def tell() -> None:
+def patch() -> None:
     """Let diffusers save models with FP8 layers so that ``from_pretrained`` reads them."""
     ModelMixin.hf_quantizer = _QuantizerOfModel(
         lambda _: Fp8KitQuantizer(Fp8KitConfig(layers={}), pre_quantized=True)

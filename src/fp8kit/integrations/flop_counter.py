@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 Shape = Sequence[int]
 
 
-def tell() -> None:
+def patch() -> None:
     """Register a formula for each product: two operations per weight and row, as for dense ones."""
     operators = torch.ops.fp8kit
     if operators.linear in flop_registry:

@@ -23,7 +23,7 @@ _load = on_demand("fp8kit.io.models", "load")
 _described = on_demand("fp8kit.integrations.quantizer_of_layers", "described")
 
 
-def tell() -> None:
+def patch() -> None:
     """Let the mixin load files with codes by ``fp8kit.load``, and save FP8 layers' schemes."""
     bound = getattr(PyTorchModelHubMixin, "_load_as_safetensor", None)
     if bound is None:

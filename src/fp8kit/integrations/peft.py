@@ -227,7 +227,7 @@ class _DoraVariant(DoraLinearVariant):  # type: ignore[misc]
         module.lora_magnitude_vector[adapter_name] = magnitude
 
 
-def tell() -> None:
+def patch() -> None:
     """Let PEFT put ``Fp8LoraLinear`` around FP8 layers.
 
     Raises ``UnsupportedError`` if this version of PEFT is too old.

@@ -23,7 +23,7 @@ _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # DDP reads it from the module that it wraps
 
 
-def tell() -> None:
+def patch() -> None:
     """Patch DDP and ``AveragedModel``, and FSDP1 if it is loaded."""
     run_through(nn.parallel.DistributedDataParallel, "__init__", _distribute)
     run_through(torch.optim.swa_utils.AveragedModel, "update_parameters", _average)

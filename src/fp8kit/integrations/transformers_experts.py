@@ -67,7 +67,7 @@ class Taken:
     def fill(
         self, model: Any, checkpoint: Checkpoint, device: torch.device | None, high: torch.dtype
     ) -> None:
-        """Read the experts into a model whose stacks ``take_out`` has removed.
+        """Read the experts into a model whose stacks ``hide_stacks`` has hidden.
 
         Raises ``CheckpointError`` if experts are missing or do not fit, and ``ConversionError`` if
         one cannot be quantized.
@@ -75,7 +75,7 @@ class Taken:
         for name in self.experts:
             module = model.get_submodule(name)
             module.__dict__.pop("_is_hf_initialized", None)
-            for key, tensor in _AWAITED.pop(module).items():
+            for key, tensor in _HIDDEN.pop(module).items():
                 module.__dict__.pop(key)
                 module._parameters[key] = frozen(tensor)
         shapes = {n: tuple(t.shape) for n, t in model.state_dict(keep_vars=True).items()}
@@ -112,7 +112,7 @@ class Taken:
         )
 
 
-_AWAITED: dict[Any, dict[str, torch.Tensor]] = {}
+_HIDDEN: dict[Any, dict[str, torch.Tensor]] = {}
 
 
 def take_experts(checkpoint: Checkpoint, model: Any, chosen: Mapping[str, Experts] | None) -> Taken:
@@ -147,13 +147,13 @@ def take_experts(checkpoint: Checkpoint, model: Any, chosen: Mapping[str, Expert
     return taken
 
 
-def take_out(model: Any, names: Mapping[str, Experts]) -> None:
+def hide_stacks(model: Any, names: Mapping[str, Experts]) -> None:
     """Turn modules into FP8 experts, and hide their stacks from Transformers' loader."""
     for name, experts in names.items():
         module = model.get_submodule(name)
         experts.empty(module, module.get_parameter(experts.stacks.down).dtype)
-        _AWAITED[module] = {key: module._parameters[key] for _, key in module.tensors()}
-        for key, tensor in _AWAITED[module].items():
+        _HIDDEN[module] = {key: module._parameters[key] for _, key in module.tensors()}
+        for key, tensor in _HIDDEN[module].items():
             module._parameters[key] = None
             # the model's code for initialization may fill this one
             module.__dict__[key] = torch.empty(tensor.shape, dtype=torch.float32, device="meta")

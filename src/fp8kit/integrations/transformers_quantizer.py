@@ -37,7 +37,7 @@ from fp8kit.formats import FP8_FORMATS, Scheme
 from fp8kit.integrations import transformers_attention
 from fp8kit.integrations import transformers_saving as saving
 from fp8kit.integrations.quantizer_of_layers import QuantizerOfLayers, refuse_disk, restore_dense
-from fp8kit.integrations.transformers_experts import chosen_experts, is_stack, take_out
+from fp8kit.integrations.transformers_experts import chosen_experts, hide_stacks, is_stack
 from fp8kit.integrations.transformers_trial import renamed
 from fp8kit.modules.dense import unlike_linear
 from fp8kit.modules.entries import quantize_weight, stored_tensors
@@ -204,7 +204,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         plain_schemes = self.quantization_config.experts
         apart = {name: scheme_of_plain(scheme) for name, scheme in plain_schemes.items()}
         decided = None if self.pre_quantized else decide(model, self.quantization_config)
-        take_out(model, chosen_experts(model, apart))
+        hide_stacks(model, chosen_experts(model, apart))
         if self.pre_quantized:
             schemes = self.quantization_config.layers or {}
             kept, _merged = layers_in_model(model, [f"{n}.weight" for n in schemes])
@@ -276,7 +276,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
 
-def tell() -> None:
+def patch() -> None:
     """Let ``save_pretrained`` of models with FP8 layers write what ``fp8kit.save`` writes.
 
     Raises ``UnsupportedError`` if this version of Transformers is too old.

@@ -16,7 +16,7 @@ from fp8kit.matmul.problem import MatmulProblem, linear_problem, m_bucket
 from fp8kit.modules.entries import check_form, quantize_weight, stored_entries, stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.modules.guarded_weight import guarded, plain, unmoved
-from fp8kit.modules.libraries import tell_libraries
+from fp8kit.modules.libraries import patch_libraries
 from fp8kit.modules.parameters import apply_without_casts, as_bytes, cast_dtype, deepcopied, frozen
 from fp8kit.moe.activation import Activation
 from fp8kit.moe.problem import ExpertsProblem
@@ -198,7 +198,7 @@ class ExpertTensors(nn.Module):
         return {**self.__dict__, "_parameters": as_bytes(self._parameters)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        tell_libraries()
+        patch_libraries()
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         for name in self.stacks.names:
             self._parameters[name] = frozen(self.codes(name).detach().view(self.scheme.dtype))

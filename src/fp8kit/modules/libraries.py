@@ -3,8 +3,8 @@
 Their ``save_pretrained`` writes the ``state_dict`` and a config; codes without a quantization
 config would load as a dense model with wrong numbers. PEFT wraps our layers, and computes with
 their weights when it merges; accelerate casts tensors that it places into a model; torch's wrappers
-broadcast or average weights. To tell a library means to run ``tell`` of its module in
-``integrations``, which patches it. A library that is not loaded is not touched.
+broadcast or average weights. Each library has a module in ``integrations``, whose ``patch()`` does
+the work. A library that is not loaded is not touched.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import nn
 
 from fp8kit.errors import UnsupportedError, teach
 
-# a module of a library, and the module of ours whose tell() patches that library
-_TOLD_BY = {
+# a module of a library, and the module of ours that patches it
+_PATCHED_BY = {
     "transformers.modeling_utils": "fp8kit.integrations.transformers_quantizer",
     "diffusers.models.modeling_utils": "fp8kit.integrations.diffusers",
     "peft.tuners.lora.model": "fp8kit.integrations.peft",
@@ -36,7 +36,7 @@ _TOLD_BY = {
     "torch.utils.flop_counter": "fp8kit.integrations.flop_counter",
     "torch.distributed.fsdp.fully_sharded_data_parallel": "fp8kit.integrations.torch_wrappers",
 }
-_told: set[str] = set()
+_patched: set[str] = set()
 # finds quantization methods in its own dictionaries, not in plugins
 _LOADING = "diffusers.models.modeling_utils"
 # looks up a method by name, in diffusers and Transformers, before either has loaded a model
@@ -55,7 +55,7 @@ def register_when_loaded() -> None:
     Nothing is imported before diffusers imports its models, or is asked for the method ``fp8kit``.
     """
     following: dict[str, Callable[[ModuleType], None]] = {
-        name: lambda module: _tell(module.__name__) for name in (_LOADING, _MIXIN, _COUNTING)
+        name: lambda module: _patch(module.__name__) for name in (_LOADING, _MIXIN, _COUNTING)
     }
     following[_CHOOSING] = _register_when_chosen
     for name in [n for n in following if n in sys.modules]:
@@ -74,7 +74,7 @@ def _register_when_chosen(module: ModuleType) -> None:
         if config.quant_backend == _METHOD:
             for library in ("diffusers.models.modeling_utils", "transformers.modeling_utils"):
                 if importlib.util.find_spec(library.partition(".")[0]):
-                    _tell(library)
+                    _patch(library)
         own(config)
 
     kind.post_init = post_init
@@ -180,26 +180,26 @@ class _Loader(Loader):
         self._then(module)
 
 
-def tell_libraries() -> None:
+def patch_libraries() -> None:
     """Patch the loaded libraries, so that they handle models with FP8 layers.
 
     A library that cannot be patched is named in a warning, once.
     """
-    for library in _TOLD_BY:
+    for library in _PATCHED_BY:
         if library in sys.modules:
-            _tell(library)
+            _patch(library)
 
 
-def _tell(library: str) -> None:
-    if library in _told:
+def _patch(library: str) -> None:
+    if library in _patched:
         return
-    _told.add(library)
+    _patched.add(library)
     try:
-        module = importlib.import_module(_TOLD_BY[library])
-        if not hasattr(module, "tell"):  # it is being imported, and imports the library itself
-            _told.discard(library)
+        module = importlib.import_module(_PATCHED_BY[library])
+        if not hasattr(module, "patch"):  # it is being imported, and imports the library itself
+            _patched.discard(library)
             return
-        module.tell()
+        module.patch()
     except (ImportError, UnsupportedError) as error:
         name = library.partition(".")[0]
         warnings.warn(

@@ -16,7 +16,7 @@ from fp8kit.modules import dense, layer_options, refusals
 from fp8kit.modules.entries import quantize_weight, quantized_entries, stored_tensors
 from fp8kit.modules.guarded_weight import guarded, taken, unmoved
 from fp8kit.modules.kept_weight import counted, follow_original, made_of_original
-from fp8kit.modules.libraries import tell_libraries
+from fp8kit.modules.libraries import patch_libraries
 from fp8kit.modules.other_inputs import OTHERS, of_others
 from fp8kit.modules.parameters import (
     apply_without_casts,
@@ -96,7 +96,7 @@ class Fp8Linear(nn.Linear):
     ) -> None:
         layer_options.check_new(in_features, out_features, bias, dtype)
         nn.Module.__init__(self)
-        tell_libraries()
+        patch_libraries()
         self.in_features, self.out_features = in_features, out_features
         self.scheme = Scheme.of(scheme)
         self.compute_dtype = dtype or torch.get_default_dtype()
@@ -336,7 +336,7 @@ class Fp8Linear(nn.Linear):
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
         """Walk as any module does; a library that replaces layers walks first: patch it now."""
-        tell_libraries()
+        patch_libraries()
         return super().named_modules(*args, **kwargs)
 
     def _described(self) -> str:
@@ -394,7 +394,7 @@ class Fp8Linear(nn.Linear):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        tell_libraries()
+        patch_libraries()
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.__dict__.pop("_tapes", None)  # older files have recordings under this name
         self.replays, self._options = ReplayCache(), layer_options.options_of(self)

@@ -21,7 +21,7 @@ from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.modules.expert_tensors import FROZEN_KINDS, ExpertStacks, ExpertTensors, codes_shape
 from fp8kit.modules.hooks import is_watched
-from fp8kit.modules.libraries import tell_libraries
+from fp8kit.modules.libraries import patch_libraries
 from fp8kit.modules.own_forward import settings
 from fp8kit.modules.parameters import empty_tensors, frozen
 from fp8kit.moe.functional import experts as run_experts
@@ -199,7 +199,7 @@ def _blank(base: type[nn.Module]) -> StackedExperts:
 def _become(
     module: nn.Module, stacks: ExpertStacks, scheme: Scheme, dtype: torch.dtype
 ) -> StackedExperts:
-    tell_libraries()
+    patch_libraries()
     order = [n + kind for n in stacks.names for kind in (*FROZEN_KINDS, "_bias")]
     held = module._parameters
     module._parameters = {n: held[n] for n in order if n in held} | held
