@@ -192,7 +192,8 @@ NAMES = (
         "Fp8PerTensorOnlineLinearMethod", ONLINE,
         "a dense weight on meta, quantized per tensor as soon as all shards have come; `weight` "
         "`[K, N]`, `weight_scale` `(1,)`",
-        "inputs are quantized per token on every device; a reload writes the same storage",
+        "inputs are quantized per token on every device; a reload writes the same storage; no "
+        "online method takes the `activation_quant_key` of newer vLLM",
         "test_online_linear.py::test_a_weight_is_quantized_as_soon_as_all_shards_are_there",
     ),
     Name(
@@ -220,7 +221,8 @@ NAMES = (
         "Fp8PerTensorOnlineMoEMethod", ONLINE,
         "experts `w13` and `w2`, each with its scale `[E]`; biases, `expert_map`, weights on the "
         "input, grouped top-k with a correction bias, shared experts",
-        "`shared_experts` are added to the result; `apply` takes ids or the router's logits",
+        "`shared_experts` are added to the result; `apply` takes ids or the router's logits; takes "
+        "`layer`, or `moe` as newer vLLM does",
         "test_online_moe.py::test_experts_arrive_shard_by_shard",
     ),
     Name(
@@ -238,7 +240,7 @@ NAMES = (
     Name(
         "Mxfp8OnlineMoEMethod", "vLLM, online/mxfp8.py",
         "the same in MXFP8, `w13_weight_scale` and `w2_weight_scale` E8M0 bytes",
-        "any size; takes `layer` and `moe`",
+        "any size",
         "test_online_moe.py::test_experts_arrive_shard_by_shard",
     ),
     Name(
