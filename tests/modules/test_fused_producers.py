@@ -362,6 +362,30 @@ def test_the_stand_in_is_nan_so_that_a_stray_reader_sees_it(device: torch.device
     assert stand_in.isnan().all()
 
 
+def read_elsewhere(model: nn.Module) -> None:
+    model.model.layers[0].post_attention_layernorm = fused_norm(model)
+
+
+def called_inside(model: nn.Module) -> None:
+    """Run the model once more between two layers of one input."""
+    once = [tokens(model.device, 2)]
+    activation = model.model.layers[0].mlp.act_fn
+    activation.register_forward_hook(lambda *_: model(once.pop()) and None if once else None)
+
+
+@pytest.mark.parametrize("rows", [17, 600])
+@pytest.mark.parametrize("change", [read_elsewhere, called_inside])
+def test_a_layer_that_a_norm_does_not_write_for_says_so(
+    change: Callable[[nn.Module], None], rows: int, device: torch.device
+) -> None:
+    model = build("llama", device)
+    fp8kit.convert(model)
+    logits(model, tokens(device, rows))
+    change(model)
+    with pytest.raises(fp8kit.UnsupportedError, match="stands for the result of a fused norm"):
+        logits(model, tokens(device, rows))
+
+
 class Named(nn.Module):
     """A block that passes its tensors by the names that its modules have for them."""
 

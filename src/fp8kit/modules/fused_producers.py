@@ -154,6 +154,10 @@ class Fused(nn.Module):
         self._code: object = [kind.forward for kind in self._kinds]
         carry_hooks(replaced, self)
 
+    def __copy__(self) -> nn.Module:
+        """Copy what was replaced: who reads a copy, and which settings it gets, is not known."""
+        return copy.copy(self.replaced[0])
+
     def __getstate__(self) -> dict[str, Any]:
         """Store whether the code is known, not the code: pickle may not find it by name."""
         return {**vars(self), "_code": self.has_known_code()}

@@ -27,6 +27,7 @@ from fp8kit.modules.parameters import (
     frozen,
     shallow_copied,
 )
+from fp8kit.modules.pending import check_written
 from fp8kit.modules.tracing import traced
 from fp8kit.ops import operators, validation
 from fp8kit.ops.operators import CodesCall, RowCodes
@@ -208,6 +209,7 @@ class Fp8Linear(nn.Linear):
         y = self.replays.replay(operators.LINEAR, inputs, constants, options)
         if y is None:
             self.check_input(input)
+            check_written(input)
             y = self.replays.run(operators.LINEAR, inputs, constants, options)
         return y
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fp8kit.errors import UnsupportedError
 from fp8kit.modules.fused_producers import may_fuse
+from fp8kit.modules.libraries import run_through
 from fp8kit.runtime.replay_cache import ReplayCache
 
 _REPLICATE = "_replicate_for_data_parallel"
@@ -46,6 +47,15 @@ def drop_forward(module: nn.Module) -> nn.Module:
     return module
 
 
+def _set_state(own: Any, module: nn.Module, state: dict[str, Any]) -> None:
+    """Let what ``copy.copy`` made run its class's ``forward``: ours is that of the other module."""
+    own(module, state)
+    forward = vars(module).get("forward")
+    ref = vars(forward).get("_ref") if isinstance(forward, ModuleForward) else None
+    if ref is not None and ref() is not module:
+        drop_forward(module)
+
+
 def _replica(module: nn.Module) -> nn.Module:
     """Replicate a module without our ``forward``; pickles of older versions name this function."""
     return drop_forward(getattr(type(module), _REPLICATE)(module))
@@ -64,6 +74,7 @@ class ModuleForward:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        run_through(nn.Module, "__setstate__", _set_state)
         self._ref = weakref.ref(module)
         self.code: object = type(module).forward
 
@@ -75,7 +86,7 @@ class ModuleForward:
             raise UnsupportedError(
                 "The forward of a fused module was called, and the module is gone.",
                 "Such a forward does not keep its module, as that one holds it.",
-                "Keep the module and call that; copy one by copy.deepcopy.",
+                "Keep the module and call that.",
             )
         return module
 
@@ -106,6 +117,7 @@ class ModuleForward:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Undo ``__getstate__``, also of older versions; known code is what the class has now."""
+        run_through(nn.Module, "__setstate__", _set_state)
         module = state.pop("module" if "module" in state else "layer")
         vars(self).update(state)
         self._ref = weakref.ref(module)

@@ -10,15 +10,18 @@ import functools
 import math
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fp8kit.modules.linear import Fp8Linear
+from fp8kit.errors import UnsupportedError
 from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime.replay_cache import is_traced
 from fp8kit.runtime.weight_hazards import version
+
+if TYPE_CHECKING:
+    from fp8kit.modules.linear import Fp8Linear
 
 _autocast, _grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
@@ -51,6 +54,20 @@ def make_stand_in(shape: torch.Size, device: torch.device, dtype: torch.dtype) -
     make = _kept_nan.__wrapped__ if is_traced() else _kept_nan  # a mode may make fake tensors
     nan: Tensor = make(device, dtype)
     return nan.expand(shape)
+
+
+def check_written(x: Tensor) -> None:
+    """Raise an ``UnsupportedError`` if a layer got a stand-in without its codes."""
+    if x.is_meta or any(x.stride()) or not x.dim() or is_traced():
+        return
+    if _address(x) == _kept_nan(x.device, x.dtype).data_ptr():
+        raise UnsupportedError(
+            "A layer got what stands for the result of a fused norm.",
+            "Such a norm writes codes, which wait for the layers that read it when the model was "
+            "converted, until the model is called again.",
+            "Convert once each norm is where it will be, or with fuse='inputs'; and let no hook "
+            "call the model from inside its own forward.",
+        )
 
 
 @functools.cache

@@ -33,6 +33,7 @@ from fp8kit.modules.pending import (
     Pending,
     Results,
     Waiting,
+    check_written,
     input_state,
     keep_for,
     stream_of,
@@ -116,6 +117,7 @@ class SharedInput:
             if y is not None:
                 return self._keep(x, y, members)
         member.check_input(x)
+        check_written(x)
         self._watch_capture(x)
         if not leads or is_transformed() or self._trained(x) or not self._alike():
             return member.compute(x)

@@ -90,6 +90,8 @@ class Expressions:
         elif isinstance(target, ast.Starred):
             self.bind(target.value, (Items(elements(values)),))
         else:
+            if isinstance(target, ast.Attribute):
+                self.reader.store(self.value(target.value), target.attr, values)
             self.reader.mark_read(values, self.scope.where)
             self.read(target)
 
@@ -200,7 +202,7 @@ class Expressions:
             if name == "__dict__" and isinstance(owner, nn.Module):
                 found.append((Items(held_by(owner)),))
                 continue
-            for value in lookup(owner, name):
+            for value in (*lookup(owner, name), *self.reader.stored.get((id(owner), name), ())):
                 if isinstance(value, Property):
                     getters[value.function].append(value.owner)
                 else:

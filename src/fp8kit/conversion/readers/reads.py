@@ -98,14 +98,18 @@ def weight_reads(model: nn.Module) -> dict[nn.Module, str]:
     for module in model.modules():
         if not isinstance(module, nn.Linear):  # eligibility judges subclasses of nn.Linear
             alike[_kind(module)].append(module)
-    for modules in alike.values():
-        reader.own = frozenset(modules if stacks(modules[0]) else ())
-        for name, function in _roots(modules[0]):
-            if reader.is_suspect(function):
-                reader.walked.clear()
-                reader.running = name in ("forward", "__call__")
-                result = reader.follow(function, [tuple(modules)], {}, 0)
-                reader.mark_read(result, function.__qualname__)
+    before = -1
+    while before < len(reader.stored):  # one method may read what another one stores
+        before = len(reader.stored)
+        reader.forget()
+        for modules in alike.values():
+            reader.own = frozenset(modules if stacks(modules[0]) else ())
+            for name, function in _roots(modules[0]):
+                if reader.is_suspect(function):
+                    reader.walked.clear()
+                    reader.running = name in ("forward", "__call__")
+                    result = reader.follow(function, [tuple(modules)], {}, 0)
+                    reader.mark_read(result, function.__qualname__)
     reader.own = frozenset()
     for module in model.modules():
         reader.running = True
@@ -200,6 +204,7 @@ class Reader:
         self.inside: list[Any] = []
         self.walked = Counter[ast.AST]()
         self.own: frozenset[nn.Module] = frozenset()  # experts that may read their own stacks
+        self.stored: dict[tuple[int, str], Values] = {}  # modules in attributes that methods assign
         self._words = _WORDS.union(*map(stacks, model.modules()))
         self._results: dict[Any, Values] = {}
         self._suspects: dict[Any, bool] = {}
@@ -215,6 +220,18 @@ class Reader:
             for name, value in () if _is_library(cls.__module__) else vars(cls).items():
                 if name not in ("forward", "__init__"):  # each module's forward is a root itself
                     self._methods[name].append(_function(value))
+
+    def store(self, owners: Values, name: str, values: Values) -> None:
+        """Record modules that a method stores in an attribute of a module."""
+        if any(isinstance(v, nn.Module) for v in leaves(values)):
+            for owner in owners:
+                if isinstance(owner, nn.Module):
+                    key = id(owner), name
+                    self.stored[key] = united(self.stored.get(key, ()), values)
+
+    def forget(self) -> None:
+        """Follow each function anew."""
+        self._results.clear()
 
     def mark_read(self, values: Iterable[Any], where: str, how: str = "") -> None:
         """Record the weights among values as read, at ``where``."""
