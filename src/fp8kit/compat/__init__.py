@@ -42,8 +42,12 @@ from fp8kit.compat.online_linear import (
 from fp8kit.compat.online_linear import (
     Fp8PerTensorOnlineLinearMethod as Fp8PerTensorOnlineLinearMethod,
 )
+from fp8kit.compat.online_linear import Fp8PtpcOnlineLinearMethod as Fp8PtpcOnlineLinearMethod
+from fp8kit.compat.online_linear import Mxfp8OnlineLinearMethod as Mxfp8OnlineLinearMethod
 from fp8kit.compat.online_moe import Fp8PerBlockOnlineMoEMethod as Fp8PerBlockOnlineMoEMethod
 from fp8kit.compat.online_moe import Fp8PerTensorOnlineMoEMethod as Fp8PerTensorOnlineMoEMethod
+from fp8kit.compat.online_moe import Fp8PtpcOnlineMoEMethod as Fp8PtpcOnlineMoEMethod
+from fp8kit.compat.online_moe import Mxfp8OnlineMoEMethod as Mxfp8OnlineMoEMethod
 from fp8kit.compat.w8a8 import GroupShape as GroupShape
 from fp8kit.compat.w8a8 import cutlass_scaled_mm as cutlass_scaled_mm
 from fp8kit.compat.w8a8 import cutlass_w8a8_scaled_mm as cutlass_w8a8_scaled_mm

@@ -1,6 +1,7 @@
 """vLLM's online methods for layers of experts: dense weights in, FP8 weights kept.
 
-Source: ``vllm/model_executor/layers/quantization/online/fp8.py`` and ``moe_base.py``.
+Source: ``fp8.py``, ``mxfp8.py`` and ``moe_base.py`` of
+``vllm/model_executor/layers/quantization/online``.
 """
 
 from __future__ import annotations
@@ -40,19 +41,20 @@ _WORDS = (
 
 
 class _OnlineMoEMethod(OnlineMethod):
-    """The base of both granularities.
+    """The base of all granularities.
 
     Args:
         layer: any module. Its ``moe_config`` is read now, and its own attributes (``has_bias``,
             ``activation``, ``expert_map``, ``apply_router_weight_on_input``, ``top_k`` and the
             other options of the router) when weights are made and applied.
+        moe: the ``moe_config``, where a layer has none.
     """
 
     weight_scale_name = "weight_scale"
     _scheme: Scheme
 
-    def __init__(self, layer: nn.Module | None = None) -> None:
-        self.moe = getattr(layer, "moe_config", None)
+    def __init__(self, layer: nn.Module | None = None, *, moe: Any = None) -> None:
+        self.moe = getattr(layer, "moe_config", moe)
 
     def create_weights(
         self,
@@ -210,6 +212,32 @@ class Fp8PerBlockOnlineMoEMethod(_OnlineMoEMethod):
     weight_block_size = [128, 128]  # noqa: RUF012  (an attribute as in vLLM, never written)
     weight_scale_name = "weight_scale_inv"
     _scheme = SCHEMES["FP8_BLOCK"]
+
+
+class Fp8PtpcOnlineMoEMethod(_OnlineMoEMethod):
+    """Experts with a scale for each row of each weight; each token has its own.
+
+    After loading, ``w13_weight_scale`` and ``w2_weight_scale`` are fp32 ``[E, rows, 1]``, as in
+    vLLM.
+
+    Example:
+        >>> method = fp8kit.compat.Fp8PtpcOnlineMoEMethod(layer=layer)
+    """
+
+    _scheme = SCHEMES["FP8_DYNAMIC"]
+
+
+class Mxfp8OnlineMoEMethod(_OnlineMoEMethod):
+    """Experts in MXFP8.
+
+    After loading, ``w13_weight_scale`` and ``w2_weight_scale`` have E8M0 bytes
+    ``[E, rows, ceil(columns / 32)]``.
+
+    Example:
+        >>> method = fp8kit.compat.Mxfp8OnlineMoEMethod(layer=layer)
+    """
+
+    _scheme = SCHEMES["MXFP8"]
 
 
 def _is_set(value: Any) -> bool:

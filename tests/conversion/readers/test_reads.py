@@ -180,6 +180,11 @@ def matched(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+def stored(self: Any, x: Tensor) -> Tensor:
+    self.at_run_time = [self.proj]
+    return weighed(self.at_run_time[0], x)
+
+
 def matched_attribute(self: Any, x: Tensor) -> Tensor:
     match self.proj:
         case nn.Linear(weight=w):
@@ -359,7 +364,7 @@ FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
             *(nested, local, by_layer, copied, loop, zipped, walked, collected, orthogonal),
             *(standardized, recomputed, walrus, unpacked, after_unpacked, keywords),
             *(matched, matched_attribute, matched_parts, turned, applied, applied_to_all, got),
-            *(by_default, sorted_by_norm, recursive, growing),
+            *(by_default, sorted_by_norm, recursive, growing, stored),
         )
     },
 }

@@ -161,7 +161,7 @@ def test_tokens_have_the_bits_that_they_have_alone(case: str, tokens: int) -> No
     ],
 )
 def test_tiles_are_wide_where_k_is_long(changes: dict[str, Any], tiles: int) -> None:
-    assert hopper._wide_tiles(problem(**{"hidden": 4096, **changes})) == tiles
+    assert hopper.wide_tiles(problem(**{"hidden": 4096, **changes})) == tiles
 
 
 @pytest.mark.gpu

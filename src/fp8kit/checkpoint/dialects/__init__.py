@@ -21,6 +21,7 @@ from fp8kit.checkpoint.dialects.base import Source as Source
 from fp8kit.checkpoint.dialects.base import Spec as Spec
 from fp8kit.checkpoint.dialects.base import quantization_config as quantization_config
 from fp8kit.checkpoint.dialects.base import scheme_of as scheme_of
+from fp8kit.checkpoint.dialects.base import text_part as text_part
 from fp8kit.checkpoint.dialects.by_layer import BY_LAYER
 from fp8kit.checkpoint.dialects.comfyui import COMFYUI
 from fp8kit.checkpoint.dialects.compressed_tensors import COMPRESSED_TENSORS as COMPRESSED_TENSORS

@@ -226,6 +226,12 @@ def scheme_of(
     return Scheme(name, weight, activation, static, ue8m0)
 
 
+def text_part(config: JsonObject) -> JsonObject:
+    """Return what a ``config.json`` says about its language model: a part of it, or all of it."""
+    parts = (config.get(part) for part in TEXT_PARTS)
+    return next((part for part in parts if isinstance(part, dict)), config)
+
+
 def quantization_config(config: JsonObject) -> JsonObject | None:
     """Find the quantization config in a ``config.json``, wherever tools have put it.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8kit.checkpoint.dialects import JsonObject, Numbers
+from fp8kit.checkpoint.dialects import JsonObject, Numbers, text_part
 from fp8kit.conversion.patterns import matches
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import BLOCK, FLOATS, MX, ROW, TENSOR, GroupShape, Scheme, scale_shape
@@ -82,8 +82,7 @@ def part_widths(name: str, shape: Shape, count: int, config: JsonObject) -> tupl
     if len(shape) == 2 and last == "gate_up_proj" and count == 2 and rows % 2 == 0:
         return rows // 2, rows // 2
     if len(shape) == 2 and last == "qkv_proj" and count == 3:
-        text = config.get("text_config", config)
-        text = text if isinstance(text, dict) else config
+        text = text_part(config)
         heads = text.get("num_attention_heads")
         keys = text.get("num_key_value_heads", heads)
         if isinstance(heads, int) and isinstance(keys, int) and heads > 0 and keys > 0:

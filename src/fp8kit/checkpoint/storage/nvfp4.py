@@ -9,7 +9,7 @@ reciprocal. ComfyUI has ModelOpt's names, the other half of a byte first, and sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -84,6 +84,23 @@ def as_fp8(
             found[f"{layer}.weight"] = part
             found[f"{layer}.weight_scale"] = replace(part, dtype=scale_dtype(group), shape=scales)
     return found
+
+
+def check_order(parts: Sequence[ConvertedPart], metadata: Mapping[str, str]) -> None:
+    """Refuse what ModelOpt prepared for one file, where scales lie row by row or in tiles.
+
+    ``parts`` are those of all files, ``metadata`` the texts in their headers. Tiles pad scales: one
+    matrix whose scales would be padded and are not shows that none lies in tiles.
+    """
+    shapes = [part.groups.shape for part in parts if not (part.tiled or part.divides)]
+    either = all(rows % 128 == 0 and cols % 4 == 0 for rows, cols in shapes)
+    if shapes and either and "quantization_config" in metadata:
+        raise CheckpointError(
+            f"{parts[0].shard} is NVFP4, with quantization_config in its header.",
+            "ModelOpt writes that where it pads, merges or swizzles; its scales lie row by row or "
+            "in tiles, which the file does not say.",
+            "Export it as a folder, without swizzling and padding.",
+        )
 
 
 @torch.no_grad()

@@ -247,7 +247,8 @@ def scan(
     tiled = describes_layers(tensors, metadata)
     tensors = sliced(fp4.unpacked(nvfp4.as_fp8(rebased.as_mx(tensors), scheme, tiled)))
     kinds = {n: (info.dtype, info.shape) for n, info in tensors.items()}
-    parts = (info for info in tensors.values() if isinstance(info, nvfp4.ConvertedPart))
+    parts = [info for info in tensors.values() if isinstance(info, nvfp4.ConvertedPart)]
+    nvfp4.check_order(parts, metadata)
     made = {part.layer: part.scheme.weight for part in parts}
     read = interpret(Source(config, kinds, documents, metadata, widths or {}, made))
     return Checkpoint(
@@ -336,8 +337,9 @@ def _files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
 
 def _is_all_of_its_folder(file: Path) -> bool:
     """Return whether a file holds all weights of its folder, and that has a config."""
+    told = any(lexists(file.parent / name) for name in ("config.json", *DOCUMENTS))
     try:
-        return lexists(file.parent / "config.json") and _files(file.parent)[1] == [file.name]
+        return told and _files(file.parent)[1] == [file.name]
     except CheckpointError:  # other files there are not as they should be
         return False
 

@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass, field, replace
 
-from fp8kit.checkpoint.dialects import JsonObject
+from fp8kit.checkpoint.dialects import JsonObject, text_part
 from fp8kit.checkpoint.exporting import AS_CONV1D
 from fp8kit.checkpoint.schema import targets
 from fp8kit.checkpoint.schema.naming import dense_stacks, experts_of
@@ -82,8 +82,7 @@ class Selection:
 def facts_by_name(checkpoint: Checkpoint) -> Facts:
     """Tell linear layers from embeddings by names and shapes, where no model class is known."""
     facts = Facts("names and shapes")
-    text = checkpoint.config.get("text_config")
-    config = {**checkpoint.config, **(text if isinstance(text, dict) else {})}
+    config = {**checkpoint.config, **text_part(checkpoint.config)}
     tied = config.get("tie_word_embeddings") is True
     conv1d = checkpoint.config.get("model_type") in _CONV1D_MODELS
     for name, info in checkpoint.tensors.items():

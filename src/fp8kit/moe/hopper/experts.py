@@ -85,7 +85,7 @@ def supports(problem: ExpertsProblem | GroupedProblem) -> str | None:
         or self_check.failure(problem, _in_large_tiles, _CHECKED_TOKENS)
     )
     each = problem.m * problem.top_k / problem.experts  # or less, as m is rounded up
-    if failure or not _wide_tiles(problem) or each < LEAST_WIDE:
+    if failure or not wide_tiles(problem) or each < LEAST_WIDE:
         return failure
     return self_check.failure(problem, _in_wide_tiles, _CHECKED_TOKENS)
 
@@ -143,7 +143,7 @@ def experts(
     if config is None and one_token.serves(problem):
         return one_token.experts(operands, problem)
     x, pairs = operands.x, operands.ids.numel()
-    chosen_by = (_whole_blocks(problem), _wide_tiles(problem))
+    chosen_by = (_whole_blocks(problem), wide_tiles(problem))
     config = config or choose(pairs, problem.experts, *chosen_by)
     tiles = config.token_tiles(pairs, problem.experts)
     shape, given = (tiles * config.tokens, problem.hidden), operands.w13.input_scale
@@ -193,7 +193,7 @@ def _whole_blocks(problem: ExpertsProblem) -> bool:
     return problem.w_group != BLOCK or not problem.intermediate % BLOCK.rows
 
 
-def _wide_tiles(problem: ExpertsProblem) -> int:
+def wide_tiles(problem: ExpertsProblem) -> int:
     """Return up to how many tiles an expert may have for tiles of 144 tokens to beat those of 128.
 
     In the epilogue of the first product both warpgroups of such a tile wait for each other, which
