@@ -314,7 +314,8 @@ def _parts(value: Any) -> Iterable[Any]:
         return (value.__self__,)
     if isinstance(value, types.FunctionType):
         return closure(value).values()
-    return getattr(value, "__dict__", {}).values()
+    slots = (name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()))
+    return *getattr(value, "__dict__", {}).values(), *(getattr(value, n, None) for n in slots)
 
 
 def _kept_in_float32(model: nn.Module) -> set[re.Pattern[str]]:
