@@ -48,6 +48,7 @@ _PARTITIONED = (
     "DeepSpeed's ZeRO 3 has split its weight; convert the model within "
     "deepspeed.zero.GatheredParameters, before deepspeed.initialize"
 )
+_HOLD_NOTHING = (nn.Module, type, types.ModuleType, str, int, float, type(None))
 # modules of torch that read the weights of their layers without calling the layers
 _READERS: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: "multiplies by the weight itself, in one function for all of attention",
@@ -259,6 +260,7 @@ def _held_in_parts(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
         if is_linear(module) and (weight := module._parameters.get("weight")) is not None
         for address in _addresses(weight)
     }
+    seen: dict[int, int] = {}
     return {
         (layer, part): f"{type(holder).__name__} holds its {part} in {attribute}, "
         "which stays dense; "
@@ -270,14 +272,17 @@ def _held_in_parts(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
         for holder in model.modules()
         for attribute, value in vars(holder).items()
         if attribute not in of_every_module
-        for layer, part in _parts_of_layers(value, owners)
+        for layer, part in _parts_of_layers(value, owners, seen)
     }
 
 
 def _parts_of_layers(
-    value: Any, owners: Mapping[int, nn.Module], depth: int = 3
+    value: Any, owners: Mapping[int, nn.Module], seen: dict[int, int], depth: int = 6
 ) -> Iterator[tuple[nn.Module, str]]:
-    """Yield ``(layer, part)`` for parts of layers in a value; ``depth`` bounds recursive values."""
+    """Yield ``(layer, part)`` for parts of layers in a value.
+
+    ``depth`` bounds recursive values; ``seen`` maps the id of each searched object to its depth.
+    """
     if isinstance(value, weakref.ProxyTypes):
         value = value.__repr__.__self__  # the object behind the proxy
     owner: Any = value.__self__ if isinstance(value, types.MethodType) else None
@@ -291,9 +296,10 @@ def _parts_of_layers(
             whole = (owners[a] for a in _addresses(base) if a in owners)
             found += [m for m in whole if base.numel() == m.get_parameter("weight").numel()]
         yield from ((owner, "weight") for owner in found)
-    elif depth and not isinstance(value, (nn.Module, type, types.ModuleType)):
+    elif depth > seen.get(id(value), 0) and not isinstance(value, _HOLD_NOTHING):
+        seen[id(value)] = depth
         for part in _parts(value):
-            yield from _parts_of_layers(part, owners, depth - 1)
+            yield from _parts_of_layers(part, owners, seen, depth - 1)
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -308,7 +314,8 @@ def _parts(value: Any) -> Iterable[Any]:
         return (value.__self__,)
     if isinstance(value, types.FunctionType):
         return closure(value).values()
-    return getattr(value, "__dict__", {}).values()
+    slots = (name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()))
+    return *getattr(value, "__dict__", {}).values(), *(getattr(value, n, None) for n in slots)
 
 
 def _kept_in_float32(model: nn.Module) -> set[re.Pattern[str]]:

@@ -27,15 +27,22 @@ _PROTECTED = (
         # numbered blocks below such a name are no head
         r"(\w+_)?(lm_heads?|audio_heads|class_head|classifier)(?!\.\w*[a-z]\w*\.\d+\.\w)|to_logits|"
         r"(mlp|linear|logits?)_head|output_head|output_projection|logits_dense|score|"
-        r"embed_out|lm_loss|qa_outputs|cls_score|bbox_pred|aux_head|aux\d|AuxLogits|"
-        r"predictions\.decoder|pred_layer\.proj|heads?\.(head|fc|linear)|joint\.head",
+        r"embed_out|lm_loss|qa_outputs|cls_score|class_embed|bbox_pred|aux_head|aux\d|AuxLogits|"
+        r"predictions\.decoder|pred_layer\.proj|heads?\.(head|fc|linear)|joint\.head|"
+        r"downstream_head\d",
         "output head",
+    ),
+    # boxes, and where deformable attention looks
+    (
+        r"(\w+_)?bbox_(embed|head|predictor)(\.\d+)?\.layers\.\d+|box_head\.(dense|layer)\d|"
+        r"reg_branches|sampling_offsets",
+        "coordinates",
     ),
     (r"(text|visual|vision|image|audio)_projection", "output projection"),
     (
         r"(\w+_)?embed_tokens\w*|word_embeddings|(\w+_)?patch_(to_)?(embed|proj)\w*|pos_embed\w*|"
-        r"label_emb|(\w+_)?x_embedders?|img_in|txt_in|caption_projection|"
-        r"(context|condition|caption|cap|label|class)_embedder",
+        r"label_emb|(\w+_)?x_embedders?|(img|txt|cond)_in|caption_projection|(\w+_)?text_embeddings?|"
+        r"(context|condition|caption|cap|label|class|speaker|genre)_embedder|context_embed",
         "embedding",
     ),
     (
@@ -73,7 +80,7 @@ DEFAULT_EXCLUDE: tuple[tuple[str, str], ...] = (
     ("re:proj_in$", "embedding"),
     (
         "re:((_orig_mod|module|model)\\.)*(proj_out(_\\d+)?|(all_)?final_layer.*|final_linear|"
-        "out_layer(\\..*)?|proj_to_clip_embeddings|head|output)$",
+        "out_layer(\\..*)?|proj_to_clip_embeddings|head|output|_heads\\..*)$",
         "final projection",
     ),
 )

@@ -219,9 +219,17 @@ def _in_torchvision(module: nn.Module) -> Iterator[tuple[str, str]]:
             yield _joined(last, linears[-1]), _HEAD
 
 
+def _in_audiocraft(module: nn.Module) -> Iterator[tuple[str, str]]:
+    if type(module).__name__ == "LMModel":  # of MusicGen, and of Moshi
+        yield "linears", _HEAD
+        yield "text_linear", _HEAD
+
+
 _LIBRARIES = {
     "transformers": _in_transformers,
     "diffusers": _in_diffusers,
     "timm": _in_timm,
     "torchvision": _in_torchvision,
+    "audiocraft": _in_audiocraft,
+    "moshi": _in_audiocraft,
 }

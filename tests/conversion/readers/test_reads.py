@@ -575,6 +575,24 @@ class Penalized(Holder):
         return y
 
 
+def test_code_behind_an_assertion_that_cannot_hold_leaves_no_layer_dense() -> None:
+    class Crossing(Holder):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.proj(x)
+            return y
+
+        def cross(self, x: Tensor) -> Tensor:
+            assert self.casts
+            return weighed(self.other, x)
+
+        def attend(self, x: Tensor) -> Tensor:
+            assert not self.casts
+            return weighed(self.proj, x)
+
+    model = Crossing()
+    assert list(weight_reads(model)) == [model.proj]
+
+
 def test_what_the_forward_pass_calls_is_read_whatever_its_name() -> None:
     assert len(weight_reads(Penalized())) == 5
 

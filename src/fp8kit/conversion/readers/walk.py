@@ -37,14 +37,17 @@ class Walk(Calls):
         if isinstance(node, ast.Lambda):
             self.scope.returned = self.value(node.body)
         else:
-            self.visit_all((*node.body, *node.body))
+            for _ in range(2):
+                self.visit_all(node.body)
         self.reader.inside.pop()
         return self.scope.returned
 
     def visit_all(self, statements: Iterable[ast.AST]) -> None:
-        """Walk statements in order."""
+        """Walk statements in order, up to an assertion that cannot hold."""
         for statement in statements:
             self.visit(statement)
+            if isinstance(statement, ast.Assert) and self.truth(statement.test) == (True, False):
+                return
 
     def visit(self, node: ast.AST) -> None:
         """Walk one statement."""
@@ -85,7 +88,8 @@ class Walk(Calls):
 
     def _visit_For(self, node: ast.For) -> None:
         self.bind(node.target, elements(self.value(node.iter)))
-        self.visit_all((*node.body, *node.orelse))
+        self.visit_all(node.body)
+        self.visit_all(node.orelse)
 
     def _visit_If(self, node: ast.If) -> None:
         self.value(node.test)
