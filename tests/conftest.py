@@ -171,9 +171,9 @@ def fuses_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Keep tuned times and images in a folder of this test; forget what others read."""
     monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
-    backends.renew()
+    backends.forget_tables()
     yield tmp_path
-    backends.renew()
+    backends.forget_tables()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from fp8kit.moe.hopper.tile_config import GroupedConfig
 CONFIGS = [
     GroupedConfig(tokens=8, warpgroups=1, blocks_per_sm=2, narrow=True),
     *(GroupedConfig(tokens=n, warpgroups=1, blocks_per_sm=2) for n in (8, 16, 32)),
-    *(GroupedConfig(tokens=n, warpgroups=2, blocks_per_sm=1) for n in (48, 64, 80, 128)),
+    *(GroupedConfig(tokens=n, warpgroups=2, blocks_per_sm=1) for n in (48, 64, 80, 128, 144)),
 ]
 
 

@@ -192,26 +192,55 @@ NAMES = (
         "Fp8PerTensorOnlineLinearMethod", ONLINE,
         "a dense weight on meta, quantized per tensor as soon as all shards have come; `weight` "
         "`[K, N]`, `weight_scale` `(1,)`",
-        "inputs are quantized per token on every device; a reload writes the same storage",
+        "inputs are quantized per token on every device; a reload writes the same storage; no "
+        "online method takes the `activation_quant_key` of newer vLLM",
         "test_online_linear.py::test_a_weight_is_quantized_as_soon_as_all_shards_are_there",
     ),
     Name(
         "Fp8PerBlockOnlineLinearMethod", ONLINE,
         "the same per 128x128 block; `weight` `[N, K]`, `weight_scale_inv`",
-        "any N and K; a reload writes the same storage",
+        "any N and K; scales are fp32, where newer vLLM rounds them to the weight's dtype; a "
+        "reload writes the same storage",
+        "test_online_linear.py::test_a_weight_is_quantized_as_soon_as_all_shards_are_there",
+    ),
+    Name(
+        "Fp8PtpcOnlineLinearMethod", ONLINE,
+        "the same per row; `weight` `[K, N]`, `weight_scale` `[N, 1]`",
+        "scales are fp32, where vLLM rounds them to the weight's dtype; a reload writes the same "
+        "storage",
+        "test_online_linear.py::test_a_weight_is_quantized_as_soon_as_all_shards_are_there",
+    ),
+    Name(
+        "Mxfp8OnlineLinearMethod", "vLLM, online/mxfp8.py",
+        "the same in MXFP8; `weight` `[N, K]`, `weight_scale` E8M0 bytes `[N, K / 32]`",
+        "any N and K; exponents are those of `mxfp8_e4m3_quantize`; a reload writes the same "
+        "storage",
         "test_online_linear.py::test_a_weight_is_quantized_as_soon_as_all_shards_are_there",
     ),
     Name(
         "Fp8PerTensorOnlineMoEMethod", ONLINE,
         "experts `w13` and `w2`, each with its scale `[E]`; biases, `expert_map`, weights on the "
         "input, grouped top-k with a correction bias, shared experts",
-        "`shared_experts` are added to the result; `apply` takes ids or the router's logits",
+        "`shared_experts` are added to the result; `apply` takes ids or the router's logits; takes "
+        "`layer`, or `moe` as newer vLLM does",
         "test_online_moe.py::test_experts_arrive_shard_by_shard",
     ),
     Name(
         "Fp8PerBlockOnlineMoEMethod", ONLINE,
         "the same per 128x128 block, `w13_weight_scale_inv` and `w2_weight_scale_inv`",
-        "no size is rounded up to 128",
+        "no size is rounded up to 128; scales are fp32, as above",
+        "test_online_moe.py::test_experts_arrive_shard_by_shard",
+    ),
+    Name(
+        "Fp8PtpcOnlineMoEMethod", ONLINE,
+        "the same per row, `w13_weight_scale` and `w2_weight_scale` `[E, rows, 1]`",
+        "scales are fp32, as above",
+        "test_online_moe.py::test_experts_arrive_shard_by_shard",
+    ),
+    Name(
+        "Mxfp8OnlineMoEMethod", "vLLM, online/mxfp8.py",
+        "the same in MXFP8, `w13_weight_scale` and `w2_weight_scale` E8M0 bytes",
+        "any size",
         "test_online_moe.py::test_experts_arrive_shard_by_shard",
     ),
     Name(

@@ -335,7 +335,7 @@ def hopper_expert_calls(device: str = "cuda") -> Calls:
     sizes = ((3, 256), (90, 256), (90, 640))  # tokens and I; above 512 large tiles do not gather
     configurations = [*itertools.product(sizes, GROUPED_CONFIGS), ((1, 256), None)]
     for pair, ((tokens, inner), config) in itertools.product((PAIRS[0], PAIRS[2]), configurations):
-        if inner > 512 and config is not None and config.swap_ab:
+        if inner > 512 and config is not None and config.copies_rows:
             continue
         with torch.device(device):
             layer = random_layer(pair, sizes=(3, 144, inner), biases=tokens <= 3)

@@ -40,7 +40,7 @@ REASONS = {
     "_product": "a process looks for the library once",
     "_replays": "whether an attention repeats its launches, which no result tells",
     "_rows_kernel": "what was watched is left as it was",
-    "_told": "another test may have told the libraries",
+    "_patched": "another test may have patched the libraries",
     "_watch_capture": "a graph that is captured where there is no GPU",
 }
 

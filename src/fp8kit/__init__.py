@@ -29,16 +29,16 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if "torch" not in sys.modules:
-    # Nothing here needs numpy: torch shall not miss it at every command. Filters are not restored
-    # as a whole, because torch adds some of its own.
+    # This package needs no numpy, so torch's warning about its absence is silenced during the
+    # import. Only this filter is removed afterwards, because torch adds filters of its own.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     _of_numpy = warnings.filters[0]
     import torch  # noqa: F401
 
     warnings.filters.remove(_of_numpy)  # type: ignore[attr-defined]
 
-# These at once: an exported program finds its operators in torch's registry, by no name of ours.
-# Everything else is imported when it is asked for.
+# Imported at once, because an exported program looks its operators up in torch's registry and
+# names no module of this package. Everything else is imported on first access.
 from fp8kit.errors import teach as _teach
 from fp8kit.fused import attention as _of_attention  # noqa: F401
 from fp8kit.fused import operators  # noqa: F401
@@ -132,7 +132,7 @@ else:
         "integrations.kv_cache": "Fp8Cache Fp8StaticCache",
     }
     _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-    # `import *` asks for each of them
+    # `import *` imports every name of __all__, and would fail at these without Transformers
     _missing = (
         set() if find_spec("transformers") else {"Fp8KitConfig", "Fp8Cache", "Fp8StaticCache"}
     )

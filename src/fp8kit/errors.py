@@ -12,8 +12,8 @@ from pathlib import Path
 class _InParts(Exception):
     """An error whose text has three parts: what arrived, what is required, what to do.
 
-    Each is one sentence or more: what the caller passed, with its shape, dtype or path; what would
-    have been accepted; and the next thing to try, in the imperative. Or one text has all of them.
+    Each is a sentence or more: what the caller passed, with its shape, dtype or path; what would
+    have been accepted; and what to try next, in the imperative. One text may hold all three parts.
     """
 
     def __init__(self, *parts: str) -> None:
@@ -21,11 +21,11 @@ class _InParts(Exception):
 
 
 class InvalidValue(_InParts, ValueError):
-    """An argument has a value that cannot be taken."""
+    """An argument has a value that is not accepted."""
 
 
 class InvalidType(_InParts, TypeError):
-    """An argument has a type that cannot be taken."""
+    """An argument has a type that is not accepted."""
 
 
 class UnsupportedError(_InParts, RuntimeError):
@@ -37,17 +37,17 @@ class ConversionError(_InParts, ValueError):
 
 
 class CheckpointError(_InParts, ValueError):
-    """A checkpoint on disk is damaged, incomplete or of a kind that is not understood."""
+    """A checkpoint is damaged, incomplete or of an unknown kind, or cannot be written as asked."""
 
 
 def teach(arrived: str, required: str, remedy: str) -> str:
-    """Join the three parts of a text that no exception of this module carries."""
+    """Join the three parts into one text, for warnings and for exceptions of other classes."""
     return f"{arrived} {required} {remedy}"
 
 
 def as_path(value: object, what: str) -> Path:
-    """Return a path as one object, or raise an error that says what was meant by it."""
-    if isinstance(value, str) and not value:  # Path takes it for the working directory
+    """Return ``value`` as a ``Path``, or raise an error that names its purpose, ``what``."""
+    if isinstance(value, str) and not value:  # Path("") would be the working directory
         raise InvalidValue(
             f"Got an empty path as {what}.",
             "It must be the path of a directory or a file.",
@@ -72,7 +72,7 @@ def as_path(value: object, what: str) -> Path:
 def check_choice(
     name: str, value: object, known: Iterable[str], remedy: str = "Pass one of these words."
 ) -> None:
-    """Refuse an argument whose value is none of a few words; raises ``InvalidValue``."""
+    """Raise ``InvalidValue`` unless an argument is one of the known words."""
     words = list(known)
     if not isinstance(value, str) or value not in words:
         raise InvalidValue(
@@ -83,7 +83,7 @@ def check_choice(
 
 
 def check_switch(name: str, value: object) -> None:
-    """Refuse what is neither ``True`` nor ``False``, such as ``"no"``; raises ``InvalidType``."""
+    """Raise ``InvalidType`` unless an argument is ``True`` or ``False``; ``"no"`` is neither."""
     if not isinstance(value, bool):
         raise InvalidType(
             f"Got {name}={value!r:.80}.",
@@ -93,7 +93,7 @@ def check_switch(name: str, value: object) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Refuse what is no number, or none that is finite; raises ``InvalidValue``."""
+    """Raise ``InvalidValue`` unless an argument is a finite number."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise InvalidValue(
             f"Got {name}={value!r:.80}.",
@@ -103,14 +103,14 @@ def check_number(name: str, value: object) -> None:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a count with its noun, in the plural unless it is one."""
+    """Return a count and its noun, with a plural "s" unless the count is 1."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Offer the known word that is closest to a mistyped one, as the end of an error text.
+    """Suggest the known word that is closest to a mistyped one, as the end of an error text.
 
-    That is a sentence with a leading space, or an empty text if nothing is close.
+    Returns a sentence with a leading space, or an empty string if no word is close.
     """
     by_lower = {k.lower(): k for k in known}
     close = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.7)

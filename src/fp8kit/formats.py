@@ -1,7 +1,7 @@
 """What a quantized tensor is: codes, scales, and the two integers of its granularity.
 
-Everything here is frozen data. Nothing else in the package may guess a granularity from the shape
-of a scale or from a dtype: it is carried by ``GroupShape``, ``QTensor`` and ``Scheme``.
+Everything here is frozen data. ``GroupShape``, ``QTensor`` and ``Scheme`` carry the granularity
+through the package: no other module may infer it from the shape of a scale or from a dtype.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class GroupShape:
         cols: columns (along K) per scale; ``-1`` for the whole row.
 
     Raises:
-        TypeError: if one of them is no integer.
+        TypeError: if ``rows`` or ``cols`` is no integer.
         ValueError: for any other combination.
 
     Example:
@@ -56,7 +56,7 @@ class GroupShape:
         return _GROUP_NAMES.get(self, f"{self.rows}x{self.cols}")
 
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # what FP8 is made from
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # the dtypes that can be quantized
 TENSOR = GroupShape(-1, -1)
 ROW = GroupShape(1, -1)
 GROUP128 = GroupShape(1, 128)
@@ -67,7 +67,7 @@ _CONSTANTS = ("TENSOR", "ROW", "GROUP128", "BLOCK", "MX")
 
 
 def check_group(group: object) -> None:
-    """Refuse a granularity that is no ``GroupShape``, such as its name."""
+    """Raise ``TypeError`` unless ``group`` is a ``GroupShape``; a name such as "ROW" is none."""
     if not isinstance(group, GroupShape):
         named = isinstance(group, str) and group.upper() in _CONSTANTS
         raise InvalidType(
@@ -80,8 +80,8 @@ def check_group(group: object) -> None:
 
 
 def check_shape(shape: object) -> None:
-    """Refuse what is no list of sizes, such as a tensor or ``None``."""
-    size = torch.SymInt | numbers.Integral | Tensor  # the last in a trace of TorchScript
+    """Raise ``TypeError`` unless ``shape`` is a tuple or list of sizes."""
+    size = torch.SymInt | numbers.Integral | Tensor  # sizes are tensors while TorchScript traces
     if not isinstance(shape, tuple | list) or not all(isinstance(n, size) for n in shape):
         raise InvalidType(
             f"Got {shape!r:.80} as a shape.",
@@ -93,16 +93,16 @@ def check_shape(shape: object) -> None:
 def scale_shape(shape: Sequence[int], group: GroupShape) -> tuple[int, ...]:
     """Return the shape of the scales that belong to a tensor.
 
-    Per tensor it is always ``(1, 1)``. Otherwise the last dimension is K and ragged edges get a
-    scale of their own. With ``group.rows > 1`` the last two dimensions form the matrix and all
-    before them are a stack; with one row per group every leading dimension is kept.
+    For ``TENSOR`` it is always ``(1, 1)``. Otherwise the last dimension is K, and an incomplete
+    group at an edge has a scale of its own. With ``group.rows > 1`` the last two dimensions form
+    the matrix and all before them a stack; with one row per group every leading dimension is kept.
 
     Args:
         shape: shape of the codes, K last; at least 1-D.
         group: elements per scale.
 
     Returns:
-        The shape every scale tensor of this package has, never squeezed.
+        The shape that every scale tensor of this package has, never squeezed.
 
     Raises:
         TypeError: if ``shape`` holds no integers, or ``group`` is no ``GroupShape``.
@@ -132,7 +132,7 @@ def scale_shape(shape: Sequence[int], group: GroupShape) -> tuple[int, ...]:
 def stack_scale_shape(shape: Sequence[int], group: GroupShape) -> tuple[int, ...]:
     """Return the shape of the scales of a stack of matrices, each with scales of its own.
 
-    It differs from ``scale_shape`` per tensor alone: there each matrix has one number.
+    The result differs from ``scale_shape`` for ``TENSOR`` only: each matrix has one scale.
 
     Args:
         shape: shape of the codes, ``[..., N, K]``.
@@ -150,13 +150,13 @@ def stack_scale_shape(shape: Sequence[int], group: GroupShape) -> tuple[int, ...
 
 
 def scale_dtype(group: GroupShape) -> torch.dtype:
-    """Return the dtype scales of this granularity have: E8M0 bytes for MX, else ``float32``."""
+    """Return the dtype of scales: ``uint8`` (E8M0 bytes) for MX, else ``float32``."""
     return torch.uint8 if group == MX else torch.float32
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Format:
-    """The facts of one 8-bit float encoding.
+    """The constants of one 8-bit float encoding.
 
     ``max`` is the largest magnitude that quantization produces (for fnuz, 224: see
     ``numerics.md``), and ``nan_code`` the byte that every NaN becomes.
@@ -190,10 +190,10 @@ def fp8_format(dtype: torch.dtype) -> Fp8Format:
 
 
 def min_scale(group: GroupShape, dtype: torch.dtype, role: str) -> float:
-    """Return the floor under a scale.
+    """Return the lower bound of a scale that is computed from data.
 
-    Per-token activations use ``1 / (fp8_max * 512)``, as vLLM and FBGEMM do; everything else the
-    far lower ``1e-10 / fp8_max``, because weights can be small and must not be coarsened.
+    Per-token activations use ``1 / (fp8_max * 512)``, as vLLM and FBGEMM do. All others use the far
+    lower ``1e-10 / fp8_max``, because weights can be small and must not be coarsened.
     """
     remedy = "Pass one of these words; they differ only in the smallest scale."
     check_choice("role", role, ("activation", "weight"), remedy)
@@ -212,8 +212,8 @@ class Scheme:
         static: activations use a calibrated ``input_scale`` instead of their own amax.
         ue8m0: scales are rounded up to powers of two (they stay ``float32``).
         dtype: dtype of the codes.
-        rebased: the weight is MXFP8 whose codes got the scales of ``weight`` (``fp8kit.rebase``);
-            its own exponents are kept beside them, and it is saved as what it was.
+        rebased: the weight is an MXFP8 one whose codes were rewritten for scales of granularity
+            ``weight`` (``fp8kit.rebase``). The layer keeps the MX exponents and is saved as MXFP8.
 
     Example:
         >>> Scheme.of("FP8_BLOCK").activation
@@ -277,12 +277,12 @@ class Scheme:
 
     @property
     def stored(self) -> Scheme:
-        """The scheme of the checkpoint that such layers come from and go to."""
+        """The scheme of these layers in a checkpoint: MXFP8 for ``MX_FORMS``, else itself."""
         return SCHEMES["MXFP8"] if self in MX_FORMS.values() else self
 
     @property
     def numbers(self) -> str:
-        """Name, and what weights and activations are, in the words of plans and explanations."""
+        """The name, then weights and activations in words, as ``plan`` and ``explain`` print it."""
         held = "MXFP8 weights rebased to scales" if self.rebased else "weights with scales"
         acts = "in 16 bit" if self.activation is None else f"per {self.activation}"
         acts = "by a given scale" if self.static else acts.replace("per row", "per token")
@@ -294,12 +294,12 @@ class Scheme:
 
 
 def _take_fields(scheme: Scheme, state: Sequence[object]) -> None:
-    """Take the fields of a pickle; one of before there were rebased schemes has one less."""
+    """Restore the fields from a pickle; older pickles lack the last one, ``rebased``."""
     for entry, value in zip(fields(scheme), (*state, False), strict=False):
         object.__setattr__(scheme, entry.name, value)
 
 
-# in the class, dataclass of Python 3.11.2 would put its own in the place of it
+# assigned here, because the dataclass decorator of Python 3.11.2 replaces one in the class body
 Scheme.__setstate__ = _take_fields  # type: ignore[attr-defined]
 
 SCHEMES: dict[str, Scheme] = {
@@ -313,7 +313,7 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("FP8_WEIGHT_ONLY", ROW, None),
     )
 }
-# ways to compute with an MXFP8 weight; plain MXFP8 takes the fastest that the device has
+# the ways to compute with an MXFP8 weight; scheme MXFP8 itself takes the fastest on the device
 MX_FORMS: dict[str, Scheme] = {
     s.name: s
     for s in (
@@ -328,7 +328,7 @@ MX_FORMS: dict[str, Scheme] = {
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class QTensor:
-    """Codes and their scales, validated once when made, unpacked at the top of every function.
+    """FP8 codes and their scales: validated at construction, unpacked at the start of functions.
 
     The value of an element is ``data.float() * scale`` with the scale of its group.
 
@@ -396,10 +396,10 @@ def check_strided(name: str, tensor: Tensor) -> None:
 def check_scale(
     scale: Tensor, shape: Sequence[int], group: GroupShape, device: torch.device
 ) -> None:
-    """Raise a teaching error unless ``scale`` is the right one for codes of this shape and group.
+    """Check that ``scale`` fits codes of this shape and group.
 
-    Raises ``TypeError`` for a wrong dtype, or what is no tensor or no group, and ``ValueError`` for
-    a wrong shape or device.
+    Raises ``TypeError`` for a wrong dtype, or if ``scale`` is no dense tensor or ``group`` no
+    ``GroupShape``, and ``ValueError`` for a wrong shape or device.
     """
     wanted, dtype = scale_shape(shape, group), scale_dtype(group)
     if not isinstance(scale, Tensor):

@@ -1,4 +1,7 @@
-"""The functions users call: validate once, flatten, call the registered operator."""
+"""``quantize``, ``dequantize``, ``scaled_mm`` and ``linear``: the checked entry points.
+
+Each function validates its arguments once, flattens the input and calls the registered operator.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +47,15 @@ def quantize(
         x: bf16, fp16 or fp32, 1-D or more, any strides, K last.
         group: elements per scale, e.g. ``fp8kit.ROW``.
         dtype: dtype of the codes.
-        scale: static scales, positive, ``scale_shape(x.shape, group)``; taken from the data if
+        scale: static scales, positive, ``scale_shape(x.shape, group)``; computed from the data if
             omitted.
-        scale_ub: fp32 scalar tensor, positive (looked at on a CPU only), that bounds amax from
-            above before the division.
+        scale_ub: fp32 scalar tensor, positive (checked on a CPU only), that bounds amax from above
+            before the division.
         scale_rounding: ``"exact"`` or ``"up"`` (to a power of two, UE8M0); for MX ``"up"``
             (the default; never saturates) or ``"floor"`` (the rule of OCP MX v1.0). ``"ceil"``
             is another name of ``"up"``.
-        scale_layout: ``"row"``, or ``"column"`` for groups along a row: the same scales with rows
-            adjacent and columns a multiple of four apart, as block-scaled products load them.
+        scale_layout: ``"row"``, or ``"column"`` for groups along a row: the same scales with
+            adjacent rows and columns a multiple of four apart, as block-scaled products load them.
         role: ``"activation"`` or ``"weight"``: which floor a per-row scale has.
 
     Returns:
@@ -61,8 +64,8 @@ def quantize(
     Raises:
         TypeError: if ``x`` is not a float tensor, a dtype is not FP8, or ``group`` or a scale is of
             another type.
-        ValueError: for a scale of the wrong shape or device, one that is not positive (looked at
-            on a CPU only), or contradictory options.
+        ValueError: for a scale of the wrong shape or device, one that is not positive (checked on
+            a CPU only), or contradictory options.
 
     Example:
         >>> q = fp8kit.quantize(torch.randn(4, 256), fp8kit.GROUP128)
@@ -131,9 +134,9 @@ def scaled_mm(
         w_q: weight ``[N, K]``.
         bias: ``[N]``, any float dtype.
         out_dtype: bf16, fp16 or fp32.
-        accum: ``"precise"`` sums in fp32, or promotes to it so often (every 128 of K) that data of
-            one sign is biased by less than 1e-3; ``"fast"`` permits Hopper's short accumulator.
-        batch_invariant: a row's bits depend neither on M nor on its neighbours.
+        accum: ``"precise"`` sums in fp32, or promotes sums to fp32 so often (every 128 of K) that
+            data of one sign is biased by under 1e-3; ``"fast"`` permits Hopper's short accumulator.
+        batch_invariant: the bits of a row depend neither on M nor on the other rows.
         backend: compute with this backend or fail; ``None`` takes the first that fits.
 
     Returns:
@@ -188,19 +191,19 @@ def linear(
     """Quantize ``x`` and multiply it by a quantized weight; differentiable in ``x`` and ``bias``.
 
     Args:
-        x: bf16, fp16 or fp32 ``[..., K]``, any strides; or codes, which are multiplied as they are,
-            without a gradient.
+        x: bf16, fp16 or fp32 ``[..., K]``, any strides; or a ``QTensor``, which is multiplied as it
+            is, without a gradient.
         w_q: weight ``[N, K]``.
         bias: ``[N]``, any float dtype.
         scheme: how ``x`` is quantized; by default the standard partner of ``w_q.group``
             (row and tensor: per token, block: 1x128, MX: MX).
-        input_scale: fp32 ``[1, 1]``, positive and finite, which is looked at on a CPU only: ``x``
-            is quantized per tensor with this static scale.
+        input_scale: fp32 ``[1, 1]``, the static scale with which ``x`` is quantized per tensor;
+            positive and finite, which is checked on a CPU only.
         scale_ub: fp32 scalar tensor that bounds each token's amax from above.
         accum: as in ``scaled_mm``.
         batch_invariant: as in ``scaled_mm``.
-        out_dtype: bf16, fp16 or fp32, into which fp32 sums are rounded once; by default that of
-            ``x`` (under autocast, autocast's), for codes bf16.
+        out_dtype: bf16, fp16 or fp32; the fp32 sums are rounded to it once. By default the dtype of
+            ``x`` (under autocast, autocast's), and bf16 for a ``QTensor``.
 
     Returns:
         ``[..., N]`` in ``out_dtype``.

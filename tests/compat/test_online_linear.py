@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fp8kit
 from fp8kit import compat
+from fp8kit.formats import SCHEMES
 from numerics import assert_bits_equal, assert_scheme_error
 
 WIDTHS, K = [96, 32, 32], 160
@@ -17,6 +18,8 @@ N = sum(WIDTHS)
 METHODS = {
     "FP8_TENSOR": compat.Fp8PerTensorOnlineLinearMethod,
     "FP8_BLOCK": compat.Fp8PerBlockOnlineLinearMethod,
+    "FP8_DYNAMIC": compat.Fp8PtpcOnlineLinearMethod,
+    "MXFP8": compat.Mxfp8OnlineLinearMethod,
 }
 
 
@@ -32,17 +35,13 @@ def weight_of(seed: int) -> Tensor:
 
 def check(scheme: str, layer: nn.Module, w: Tensor) -> None:
     """Compare what a layer holds with the core's codes, in the shapes of vLLM."""
-    group = fp8kit.TENSOR if scheme == "FP8_TENSOR" else fp8kit.BLOCK
-    q = fp8kit.quantize(w, group, role="weight")
-    if scheme == "FP8_TENSOR":
-        assert_bits_equal(layer.weight.t(), q.data)
-        assert layer.weight.shape == (K, N)
-        assert layer.weight_scale.shape == (1,)
-        assert layer.weight_scale == q.scale
-    else:
-        assert_bits_equal(layer.weight, q.data)
-        assert torch.equal(layer.weight_scale_inv, q.scale)
-        assert layer.weight_scale_inv.shape == (2, 2)
+    q = fp8kit.quantize(w, SCHEMES[scheme].weight, role="weight")
+    turned = scheme in ("FP8_TENSOR", "FP8_DYNAMIC")
+    assert layer.weight.shape == ((K, N) if turned else (N, K))
+    assert_bits_equal(layer.weight.t() if turned else layer.weight, q.data)
+    scale = layer.weight_scale_inv if scheme == "FP8_BLOCK" else layer.weight_scale
+    assert scale.shape == ((1,) if scheme == "FP8_TENSOR" else q.scale.shape)
+    assert torch.equal(scale, q.scale.view(scale.shape))
     assert layer.input_scale is None
 
 

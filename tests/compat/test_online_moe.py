@@ -12,12 +12,15 @@ from torch.nn import functional as F
 
 import fp8kit
 from fp8kit import compat
+from fp8kit.formats import SCHEMES, scale_shape
 from numerics import SCHEME_ERROR, relative_error
 
 E, H, WIDE, M, TOP = 4, 64, 48, 12, 2
 METHODS = {
     "FP8_TENSOR": compat.Fp8PerTensorOnlineMoEMethod,
     "FP8_BLOCK": compat.Fp8PerBlockOnlineMoEMethod,
+    "FP8_DYNAMIC": compat.Fp8PtpcOnlineMoEMethod,
+    "MXFP8": compat.Mxfp8OnlineMoEMethod,
 }
 
 
@@ -95,11 +98,10 @@ def test_experts_arrive_shard_by_shard(scheme: str) -> None:
         w2.weight_loader(w2, w["w2_weight"][e], "experts.w2", shard_id="w2", expert_id=e)
         w13.weight_loader(w13, w["w13_weight"][e, WIDE:], "experts.w3", "w3", e)
     assert layer.w13_weight.dtype == layer.w2_weight.dtype == torch.float8_e4m3fn
-    group = fp8kit.TENSOR if scheme == "FP8_TENSOR" else fp8kit.BLOCK
-    scales = getattr(
-        layer, "w13_" + ("weight_scale" if group == fp8kit.TENSOR else "weight_scale_inv")
-    )
-    assert scales.shape == ((E,) if group == fp8kit.TENSOR else (E, 1, 1))
+    group = SCHEMES[scheme].weight
+    scales = layer.w13_weight_scale_inv if scheme == "FP8_BLOCK" else layer.w13_weight_scale
+    one = scheme == "FP8_TENSOR"
+    assert scales.shape == ((E,) if one else scale_shape((E, 2 * WIDE, H), group))
     for e in range(E):
         q = fp8kit.quantize(w["w13_weight"][e], group, role="weight")
         assert torch.equal(layer.w13_weight[e].view(torch.uint8), q.data.view(torch.uint8))
@@ -126,6 +128,7 @@ def test_a_reload_writes_the_same_storage(scheme: str) -> None:
 def test_gpt_oss_has_biases_and_an_activation_of_its_own() -> None:
     config = SimpleNamespace(has_bias=True)
     method, layer = filled("FP8_TENSOR", moe_config=config, activation="swigluoai")
+    assert compat.Mxfp8OnlineMoEMethod(moe=config).moe is method.moe is config
     x, logits = tokens()
     ids, weights = fp8kit.moe.route(logits, TOP)
     y = method.apply(layer, x, weights, ids.int())

@@ -261,6 +261,8 @@ HELD_PARTS: dict[str, Callable[[nn.Module], Any]] = {
     "weak proxy": lambda layer: [weakref.proxy(layer).forward],
     "method of a partial": lambda layer: types.MethodType(functools.partial(torch.relu), layer),
     "weight": lambda layer: {"weights": [layer.weight]},
+    "weight in objects": lambda layer: Step([Step([Step(layer.weight)])]),  # type: ignore[arg-type]
+    "weight in slots": lambda layer: [Slotted(layer.weight)],  # type: ignore[arg-type]
     "view of the weight": lambda layer: layer.weight.t(),
     "part of the weight": lambda layer: [layer.weight.detach()[:64]],
     "end of the weight": lambda layer: [layer.weight.detach()[64:]],
@@ -328,10 +330,10 @@ def test_a_layer_whose_weight_a_buffer_shows_is_loaded_dense(tmp_path: Path) -> 
 
 def test_a_method_that_is_held_out_of_sight_raises() -> None:
     model = Listing("list")
-    model.steps = [Slotted(model.proj.forward)]  # type: ignore[arg-type]
+    forward = model.proj.forward
     fp8kit.convert(model)
     with pytest.raises(fp8kit.UnsupportedError, match="to the weight of proj"):
-        model.steps[0].layer(torch.randn(3, 128))
+        forward(torch.randn(3, 128))
 
 
 class Slots(nn.Linear):

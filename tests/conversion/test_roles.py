@@ -131,6 +131,15 @@ class Fc(nn.Module):
         self.fc = nn.Linear(128, 128)
 
 
+@pytest.mark.parametrize(("library", "kept"), [("moshi.models.lm", True), ("own", False)])
+def test_heads_of_language_models_of_audio(library: str, kept: bool) -> None:
+    model = type("LMModel", (nn.Module,), {"__module__": library})()
+    model.linears = nn.ModuleList([nn.Linear(128, 512) for _ in range(2)])
+    model.text_linear = nn.Linear(128, 512)
+    heads = ["linears.0", "linears.1", "text_linear"]
+    assert layer_roles(model) == (dict.fromkeys(heads, "output head") if kept else {})
+
+
 def test_a_model_of_ones_own_is_judged_by_name_alone() -> None:
     assert layer_roles(Fc()) == {}
 

@@ -16,7 +16,7 @@ import fp8kit
 from fp8kit.conversion import slower_layers
 from fp8kit.conversion.report import Record, Report
 from fp8kit.conversion.siblings import joined_shapes
-from fp8kit.dispatch.backends import renew
+from fp8kit.dispatch.backends import forget_tables
 from fp8kit.dispatch.timings import Case, Table, tuned_path
 from fp8kit.formats import SCHEMES
 from fp8kit.matmul import torch_native
@@ -55,7 +55,7 @@ def measured(
         path = tuned_path("Toy GPU")
         path.unlink(missing_ok=True)
         Table("Toy GPU", 1e12, 1e15, rows).write(path)
-        renew()
+        forget_tables()
 
     return pretend
 

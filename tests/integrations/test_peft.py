@@ -607,4 +607,4 @@ def test_peft_may_be_imported_after_the_conversion() -> None:
 def test_an_old_peft_is_refused(outdate: Callable[[ModuleType], None]) -> None:
     outdate(peft)
     with pytest.raises(UnsupportedError, match=r"PEFT is 0\.1\.0.*written for 0\.21"):
-        plugin.tell()
+        plugin.patch()

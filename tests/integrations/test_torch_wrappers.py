@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fp8kit
 import fresh
 from fp8kit import CheckpointError, UnsupportedError
-from fp8kit.integrations.torch_wrappers import tell
+from fp8kit.integrations.torch_wrappers import patch
 from fp8kit.modules.fused_producers import FusedNorm
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.runtime.weight_hazards import MARK, mark_synchronized
@@ -323,8 +323,8 @@ def test_averages_of_other_codes_are_refused() -> None:
 
 
 def test_wrappers_are_told_once() -> None:
-    tell()
-    tell()
+    patch()
+    patch()
     assert "_fp8kit" not in vars(DistributedDataParallel.__init__.__wrapped__)
 
 

@@ -29,7 +29,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 import fp8kit
-from fp8kit.conversion.fusible_modules import make_plain, recognize_norm
+from fp8kit.conversion.fusible_modules import norm_forward, recognize_norm
 from fp8kit.conversion.fusion import fuse_producers
 from fp8kit.integrations.quantizer_of_layers import restore_dense
 from fp8kit.modules import fused_producers
@@ -119,7 +119,7 @@ def test_norms_that_feed_no_fp8_layer_are_one_launch(name: str, others: int) -> 
 def plain_norm() -> tuple[nn.Module, nn.Module, Tensor]:
     dense = build("llama", torch.device("cpu")).model.norm
     made = copy.deepcopy(dense)
-    forward = make_plain(made)
+    forward = norm_forward(made)
     assert forward is not None
     made.forward = forward
     return made, dense, torch.randn(3, 128).bfloat16()
@@ -157,8 +157,8 @@ def test_a_plain_norm_leaves_to_the_class_what_it_does_not_know() -> None:
             norm(None)
         norm.variance_epsilon = dense.variance_epsilon = 0.5
         assert_bits_equal(norm(x), dense(x))
-    assert make_plain(nn.RMSNorm(128)) is None
-    assert make_plain(nn.LayerNorm(128)) is None
+    assert norm_forward(nn.RMSNorm(128)) is None
+    assert norm_forward(nn.LayerNorm(128)) is None
 
 
 class OwnNorm(nn.Module):
@@ -188,7 +188,7 @@ def test_other_weights_may_be_given_to_a_call() -> None:
 
 def test_norms_of_ones_own_stay_as_they_are() -> None:
     assert recognize_norm(OwnNorm()) is not None
-    assert make_plain(OwnNorm()) is None
+    assert norm_forward(OwnNorm()) is None
 
 
 class Misleading(OwnNorm):
@@ -360,6 +360,30 @@ def test_the_stand_in_is_nan_so_that_a_stray_reader_sees_it(device: torch.device
         stand_in = fused_norm(model)(x)
     assert stand_in.shape == x.shape
     assert stand_in.isnan().all()
+
+
+def read_elsewhere(model: nn.Module) -> None:
+    model.model.layers[0].post_attention_layernorm = fused_norm(model)
+
+
+def called_inside(model: nn.Module) -> None:
+    """Run the model once more between two layers of one input."""
+    once = [tokens(model.device, 2)]
+    activation = model.model.layers[0].mlp.act_fn
+    activation.register_forward_hook(lambda *_: model(once.pop()) and None if once else None)
+
+
+@pytest.mark.parametrize("rows", [17, 600])
+@pytest.mark.parametrize("change", [read_elsewhere, called_inside])
+def test_a_layer_that_a_norm_does_not_write_for_says_so(
+    change: Callable[[nn.Module], None], rows: int, device: torch.device
+) -> None:
+    model = build("llama", device)
+    fp8kit.convert(model)
+    logits(model, tokens(device, rows))
+    change(model)
+    with pytest.raises(fp8kit.UnsupportedError, match="stands for the result of a fused norm"):
+        logits(model, tokens(device, rows))
 
 
 class Named(nn.Module):

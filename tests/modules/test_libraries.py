@@ -28,7 +28,7 @@ def test_converting_loads_no_library() -> None:
 def test_a_library_that_cannot_be_told_is_named_once(
     monkeypatch: pytest.MonkeyPatch, outdate: Callable[[ModuleType], None]
 ) -> None:
-    monkeypatch.setattr(libraries, "_told", set())  # another test may have told them
+    monkeypatch.setattr(libraries, "_patched", set())  # another test may have patched them
     pytest.importorskip("transformers.modeling_utils")
     # its first processor is imported with another `transformers` in sys.modules from then on
     outdate(pytest.importorskip("fp8kit.integrations.transformers_saving").transformers)

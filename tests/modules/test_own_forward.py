@@ -183,6 +183,28 @@ FUSED = {
 }
 
 
+@pytest.mark.parametrize("case", ["attention", *FUSED])
+def test_a_shallow_copy_has_settings_of_its_own(case: str, fuses_on_cpu: None) -> None:
+    kind, name = FUSED.get(case, ("Llama", "model.layers.0.self_attn"))
+    model = made(kind)
+    model.get_submodule(name).of_mine = "first"
+    fp8kit.convert(model)
+    module = model.get_submodule(name)
+    own, seen = replaced(module), []
+    twin = copy.copy(module)
+    shared = list(zip(twin.parameters(), module.parameters(), strict=True))
+    assert all(a is b for a, b in shared)
+    twin.of_mine = "second"
+    own_forward = own.forward
+    own.forward = lambda self, *args: seen.append(self.of_mine)
+    try:
+        twin(None)
+        module(None)
+    finally:
+        own.forward = own_forward
+    assert seen == ["second", "first"]
+
+
 @contextlib.contextmanager
 def patched(kind: type[Any]) -> Iterator[list[bool]]:
     """Let a class compute otherwise; give whether each call got a real input."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fp8kit
 import recorded_calls
-from fp8kit.conversion.fusible_modules import make_rotary
+from fp8kit.conversion.fusible_modules import rotary_forward
 from fp8kit.fused import reference
 from fp8kit.integrations.quantizer_of_layers import restore_dense
 from fp8kit.modules.hooks import is_replaced
@@ -151,9 +151,9 @@ def on_a_gpu(*operands: Tensor) -> Any:
 @pytest.mark.parametrize("other", [interleaved, in_fp32, on_a_gpu])
 def test_another_function_stays(other: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     attention = tiny().model.layers[0].self_attn
-    assert isinstance(make_rotary(attention), RotaryForward)
+    assert isinstance(rotary_forward(attention), RotaryForward)
     patch(monkeypatch, "apply_rotary_pos_emb", other)
-    assert make_rotary(attention) is None
+    assert rotary_forward(attention) is None
 
 
 def test_classes_of_users_stay() -> None:
@@ -161,7 +161,7 @@ def test_classes_of_users_stay() -> None:
         pass
 
     attention = Own(tiny().config, 0)
-    assert make_rotary(attention) is None
+    assert rotary_forward(attention) is None
 
 
 def test_copies_and_pickles_compute_by_their_own_weights() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8kit.modules.trials import CopyError, contents, on_trial, owned
+from fp8kit.modules.trials import CopyError, contents, isolated_copy, on_trial
 
 
 class Busy(nn.Linear):
@@ -44,7 +44,7 @@ def test_a_copy_owns_what_its_code_changes() -> None:
     module.register_forward_hook(lambda *_: pytest.fail("a hook is no part of a class"))
     before, state = contents(module), {n: t.clone() for n, t in module.state_dict().items()}
     fresh = nn.Parameter(torch.ones(4, 4))
-    twin = owned(module, _parameters={"weight": fresh, "bias": None})
+    twin = isolated_copy(module, _parameters={"weight": fresh, "bias": None})
     assert twin.own[0] is twin.weight is fresh
     twin(torch.randn(3, 4))
     assert len(twin.seen) == 1
@@ -72,9 +72,9 @@ def test_what_cannot_be_copied_is_said(value: Any) -> None:
     module = Busy()
     module.more = [value.requires_grad_().exp() if isinstance(value, Tensor) else value]
     with pytest.raises(CopyError, match=r"cannot be copied to be tried: \w"):
-        owned(module)
+        isolated_copy(module)
     module.more = None
-    assert isinstance(owned(module), Busy)
+    assert isinstance(isolated_copy(module), Busy)
 
 
 def test_seeds_and_defaults_stay_those_of_the_caller() -> None:

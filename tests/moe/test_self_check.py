@@ -35,7 +35,7 @@ def layer(name: str = "FP8_DYNAMIC", activation: Activation = SWIGLU) -> Any:
     kind = (torch.bfloat16, scheme.dtype, "up" if name == "MXFP8" else "exact")
     rest = (scheme.static, scheme.static, False, False, "cuda", (9, 0))
     problem = ExpertsProblem(4096, 128, 8, 2048, 768, activation, *groups, *kind, *rest)
-    return self_check.small(problem)
+    return self_check.trial_problem(problem)
 
 
 def product(name: str = "FP8_DYNAMIC") -> Any:
@@ -43,7 +43,7 @@ def product(name: str = "FP8_DYNAMIC") -> Any:
     x_dtype = torch.bfloat16 if scheme.activation is None else scheme.dtype
     groups, place = (scheme.activation, scheme.weight), ("cuda", (9, 0))
     kind = (x_dtype, scheme.dtype, torch.bfloat16, False)
-    return self_check.small(GroupedProblem(4096, 128, 2048, 768, *groups, *kind, *place))
+    return self_check.trial_problem(GroupedProblem(4096, 128, 2048, 768, *groups, *kind, *place))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -79,6 +79,7 @@ def test_the_layer_that_hurts_comes_first_and_is_excluded() -> None:
     assert found.layers[0].name == "b"
     low, _ = sqnr_bounds("FP8_DYNAMIC")
     assert found.exclusions(low) == ["b"]
+    assert found.exclusions(-1000) is None  # an empty list would switch the defaults off
     better = copy.deepcopy(dense)
     fp8kit.convert(better, exclude=found.exclusions(low))
     again = fp8kit.evaluate(better, dense, [torch.randn(32, 128)])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import backend_tables
 import fp8kit
 from fp8kit.dispatch import timings
-from fp8kit.dispatch.backends import choose, renew
+from fp8kit.dispatch.backends import choose, forget_tables
 from fp8kit.dispatch.timings import DENSE, REJECTED, Table, table_for, tuned_path
 from fp8kit.formats import SCHEMES, Scheme
 from fp8kit.matmul import problem as matmul
@@ -390,7 +390,7 @@ def test_what_was_rejected_is_not_dispatched(
         benched.dense_weights(SHAPE, CPU), 70, Scheme.of("FP8_DYNAMIC"), "precise"
     ).problem()
     shipped.write(tuned_path("Toy"))
-    renew()
+    forget_tables()
     problem = dataclasses.replace(problem, device="Toy")
     choice = choose(benched.MATMUL_BACKENDS, problem)
     assert choice.backend == "torch_native"

@@ -157,7 +157,7 @@ def test_threads_may_keep_calls_at_once(cpu_backends: CpuBackends) -> None:
 def test_new_times_are_heeded_at_once(cpu_backends: CpuBackends) -> None:
     x = x_of(3)
     layer = warmed(made(), x, cpu_backends)
-    dispatch.renew()
+    dispatch.forget_tables()
     for made_in_full in (True, True, False):
         layer(x)
         assert cpu_backends.calls == (["quantize", "multiply"] if made_in_full else [])

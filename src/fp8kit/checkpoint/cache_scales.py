@@ -9,22 +9,22 @@ from torch import Tensor, nn
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 
-# the attribute of an attention module that holds them, by "k_scale" and so on
+# attribute of an attention module: a dict of its scales, by "k_scale" and so on
 _HOME = "cache_scales"
 
 
 def keep_cache_scales(
     model: nn.Module, checkpoint: Checkpoint, places: Mapping[str, str]
 ) -> set[str]:
-    """Leave the scales of the KV cache on the modules they belong to, for ``save`` to write again.
+    """Keep the scales of the KV cache on the modules they belong to, for ``save`` to write again.
 
-    They are data, ``module.cache_scales`` by ``"k_scale"`` and so on, on the CPU in fp32: neither
-    parameters nor buffers, so that ``state_dict`` has the names that the model gave it, and no cast
-    or move of the model touches them. ``places`` has their names in the model by those in the
-    checkpoint. Gives the names in the checkpoint of those for which the model has a module.
+    ``module.cache_scales`` maps ``"k_scale"`` and so on to fp32 tensors on the CPU, neither
+    parameters nor buffers: ``state_dict`` has only the model's own names, and no cast or move of
+    the model touches them. ``places`` maps names in the checkpoint to names in the model. Returns
+    the checkpoint's names of the scales for which the model has a module.
     """
     kept, modules = set(), dict(model.named_modules())
-    for module in modules.values():  # of an earlier load
+    for module in modules.values():  # left by an earlier load
         module.__dict__.pop(_HOME, None)
     for name in checkpoint.kv_scales:
         owner, _, kind = places.get(name, "").rpartition(".")
@@ -35,7 +35,7 @@ def keep_cache_scales(
 
 
 def has_home(model: nn.Module, checkpoint: Checkpoint, name: str) -> bool:
-    """Return whether a tensor is a scale of the KV cache, and the model has the module it is of."""
+    """Return whether a tensor is a scale of the KV cache whose module the model has."""
     owner = name.rpartition(".")[0]
     return name in checkpoint.kv_scales and owner != "" and owner in dict(model.named_modules())
 

@@ -1,4 +1,4 @@
-"""Split modules of FP8 experts into one layer per matrix, as engines read them."""
+"""Split stacks of FP8 experts, ``[E, N, K]``, into one layer per matrix, as engines read them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fp8kit.conversion.model_families import STACKED
 from fp8kit.formats import ROW, SCHEMES, TENSOR, Scheme
 from fp8kit.modules.expert_tensors import ExpertTensors
 
-# (stack, its experts, the words for their layers) -> names of layers, by expert and word; a stack
-# that stays whole on disk is left out
+# from {stack: (number of experts, layers of each)} to {stack: names of layers, expert by expert};
+# a stack that stays whole on disk is left out
 Renames = Callable[[Mapping[str, tuple[int, tuple[str, ...]]]], Mapping[str, list[str]]]
 
 
@@ -31,7 +31,7 @@ class ExpertLayer:
 
 
 def stacks_in(model: nn.Module) -> dict[str, tuple[ExpertTensors, str]]:
-    """Return every FP8 stack of a model by its name, with its module and its name there."""
+    """Return every FP8 stack of a model by its full name: its module, and its name there."""
     return {
         named(name, stack): (module, stack)
         for name, module in model.named_modules()
@@ -41,10 +41,10 @@ def stacks_in(model: nn.Module) -> dict[str, tuple[ExpertTensors, str]]:
 
 
 def parts_of(module: ExpertTensors, stack: str) -> tuple[str, ...]:
-    """Name the layers of one expert in a stack; nothing if a layer by itself could not be read.
+    """Name one expert's layers in a stack, such as ``gate_proj``; empty if it cannot be split.
 
-    Biases, and gates that alternate with ups, are in no layer that engines load; blocks that reach
-    from gates into ups belong to neither.
+    Engines load no single layers with biases, or of gates that alternate with ups. A block that
+    reaches from gates into ups belongs to neither layer.
     """
     names, up, activation = module.stacks.names, module.stacks.up, module.stacks.activation
     n, k = module.codes(up).shape[1], module.codes(module.stacks.down).shape[2]
@@ -60,10 +60,10 @@ def parts_of(module: ExpertTensors, stack: str) -> tuple[str, ...]:
 def split_experts(
     model: nn.Module, renames: Renames | None = None
 ) -> tuple[dict[str, ExpertLayer], list[str]]:
-    """Take the FP8 experts of a model apart.
+    """Split the FP8 stacks of a model into layers.
 
-    Gives the layers by their names on disk, those of the model unless ``renames`` gives others, and
-    the names of stacks that stay whole.
+    Returns the layers by their names on disk, which ``renames`` (by default ``in_module``) chooses,
+    and the names of stacks that stay whole.
     """
     held = stacks_in(model)
     parts = {name: parts_of(module, stack) for name, (module, stack) in held.items()}
@@ -77,9 +77,9 @@ def split_experts(
 
 
 def _with_one_scale(layers: dict[str, ExpertLayer]) -> dict[str, ExpertLayer]:
-    """Return static experts with one scale each, if all rows of each have the same.
+    """Return static experts with one scale per matrix, if all rows of each matrix have the same.
 
-    So they were in the checkpoint, and no engine loads static ones by rows.
+    They had one scale in their checkpoint, and no engine loads static experts with scales per row.
     """
     wide, one = replace(SCHEMES["FP8"], name="", weight=ROW), SCHEMES["FP8"]
     for layer in layers.values():
@@ -102,7 +102,7 @@ def in_module(wanted: Mapping[str, tuple[int, tuple[str, ...]]]) -> dict[str, li
 
 
 def tensors_of(layers: Mapping[str, ExpertLayer]) -> dict[str, Tensor]:
-    """Return the tensors of layers under our names of them."""
+    """Return the tensors of layers under this package's names (``X.weight_scale``)."""
     found = {}
     for name, layer in layers.items():
         found[named(name, "weight")] = layer.weight
@@ -113,7 +113,7 @@ def tensors_of(layers: Mapping[str, ExpertLayer]) -> dict[str, Tensor]:
 
 
 def own_names(model: nn.Module, kept: list[str]) -> set[str]:
-    """Name the tensors in a ``state_dict`` of the stacks that are taken apart: all but ``kept``."""
+    """Name the ``state_dict`` tensors of the stacks that are split, which are all but ``kept``."""
     found = set()
     for name, (module, stack) in stacks_in(model).items():
         if name not in kept:
@@ -130,5 +130,5 @@ def _layers(module: ExpertTensors, stack: str, count: int) -> Iterator[ExpertLay
         pieces = [scales] * count if one else scales.chunk(count)
         for weight, piece in zip(matrix.chunk(count), pieces, strict=True):
             own = None if fixed is None else fixed.detach().clone()
-            # a file holds each tensor apart, also where several share one number
+            # cloned: a file holds each tensor separately, also where several share one scale
             yield ExpertLayer(scheme, weight, piece.clone() if one else piece, own)

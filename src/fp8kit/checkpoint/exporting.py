@@ -30,10 +30,10 @@ _QUANTIZATION = ("quantization_config", "compression_config")
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A model as it goes to disk, under the names of the checkpoint; what it ties appears once.
+    """The content of a model's checkpoint, under the names there; a tied tensor appears once.
 
-    ``dense`` names linear layers in high precision as modules and as in the checkpoint; ``config``
-    has no quantization config; ``whole`` names FP8 stacks that are written as they are.
+    ``dense`` names linear layers in high precision, both as in the model and as in the checkpoint;
+    ``config`` has no quantization config; ``whole`` names FP8 stacks that are not split.
     """
 
     tensors: dict[str, Tensor]
@@ -45,7 +45,7 @@ class Exported:
 
 
 def export_module(model: nn.Module) -> Exported:
-    """Take any module apart under the names of its ``state_dict``."""
+    """Export any module under the names of its ``state_dict``."""
     layers, whole = split_experts(model)
     taken_apart = own_names(model, whole)
     tensors = {n: t for n, t in untied(model, set()).items() if n not in taken_apart}
@@ -56,7 +56,7 @@ def export_module(model: nn.Module) -> Exported:
 def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:
     """Return the ``state_dict`` with each Parameter once, under its first name.
 
-    Those in ``last`` are kept only if a tensor has no other name. Raises ``CheckpointError`` if a
+    A name in ``last`` is kept only if its tensor has no other. Raises ``CheckpointError`` if a
     tensor has no data here: on meta, or sharded over devices.
     """
     state = model.state_dict(keep_vars=True)
@@ -86,7 +86,7 @@ def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:
 
 
 def as_stored(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a ``state_dict`` with rebased weights as the MX weights they were, on the CPU."""
+    """Return a ``state_dict`` with rebased weights turned back into MX weights, on the CPU."""
     found = dict(state)
     for name, layer in model.named_modules():
         if isinstance(layer, Fp8Linear) and layer.scheme.rebased:
@@ -116,13 +116,13 @@ def refuse_renamed(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def refuse_reserved(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors of the model itself that every reader would take for scales."""
+    """Refuse a model whose own tensors have names that every reader takes for scales."""
     found = sort_names({n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()})
     own = [p for p in found.layers.values() if not p.weight]
     names = {*found.outputs, *(n for p in own for n in (*p.scales, *p.input_scales))}
     held = held_cache_scales(model)
     for scale, on_disk in found.kv_scales.items():
-        # a single number comes back under its name
+        # a tensor of one number under the standard name is loaded back under that name
         names |= {n for n in on_disk if n != scale or tuple(tensors[n].shape) != (1,)} - held.keys()
     names |= {n for n in tensors if n.rpartition(".")[2] in MARKERS}
     if names:
@@ -134,7 +134,7 @@ def refuse_reserved(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def unquantized(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
-    """List what must be ignored: every dense linear layer, and matrices that engines make linear.
+    """List what a config must ignore: dense linear layers, and what engines run as linear layers.
 
     The latter are two-dimensional weights of other modules, such as routers and single experts, and
     stacks of experts; embeddings are not among them.
@@ -149,7 +149,7 @@ def unquantized(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
 
 
 def unquantized_stacks(tensors: Mapping[str, Tensor]) -> set[str]:
-    """Name the modules of experts, as the checkpoint does, whose stacks are in high precision."""
+    """Name the modules of experts with high-precision stacks, as the checkpoint names them."""
     dense = {n: tuple(t.shape) for n, t in tensors.items() if t.dtype not in FP8_FORMATS}
     return dense_stacks(dense, tensors.keys() - dense.keys())
 
@@ -172,7 +172,7 @@ def refuse_adapters(layers: Iterable[str], remedy: str) -> None:
 
 
 def refuse_transposed(layers: Mapping[str, Fp8Linear]) -> None:
-    """Refuse layers that no target reads: of a ``Conv1D``, which checkpoints hold as [K, N]."""
+    """Refuse layers made of ``Conv1D``: checkpoints hold [K, N], which no target reads as FP8."""
     names = [name for name, layer in layers.items() if layer.transposed]
     if names:
         raise CheckpointError(
@@ -185,9 +185,9 @@ def refuse_transposed(layers: Mapping[str, Fp8Linear]) -> None:
 
 
 def on_disk(name: str, tensor: Tensor, dialect: Dialect, scheme: Scheme) -> tuple[str, Tensor]:
-    """Return a tensor of ours under the name and in the shape that a dialect writes.
+    """Return a tensor under the name and in the shape that a dialect writes.
 
-    The scheme tells a scale of one block or row from one per tensor, which has the same shape.
+    The scheme distinguishes a per-tensor scale from that of a single block or row, of equal shape.
     """
     layer, _, kind = name.rpartition(".")
     per_tensor = kind == "input_scale" or (kind == "weight_scale" and scheme.weight == TENSOR)
@@ -199,9 +199,9 @@ def on_disk(name: str, tensor: Tensor, dialect: Dialect, scheme: Scheme) -> tupl
 def with_quantization(
     config: JsonObject, quantization: JsonObject, dtype: torch.dtype, heads: Sequence[str] = ()
 ) -> JsonObject:
-    """Return a ``config.json`` with this quantization config, in place of any other, and dtype.
+    """Return a ``config.json`` with this dtype, and this quantization config in place of any other.
 
-    Output ``heads`` that are FP8 are not tied to embeddings: engines would skip their codes.
+    If output ``heads`` are FP8, it unties them from embeddings: engines would skip the codes.
     """
     untied = {"tie_word_embeddings": False} if heads else {}
     merged = {k: v for k, v in config.items() if k not in (*_QUANTIZATION, "torch_dtype")} | untied
@@ -213,7 +213,7 @@ def with_quantization(
 
 
 def _unheld(held: object) -> str:
-    """Say what something is that no safetensors file can hold; empty of what one can."""
+    """Describe a value that no safetensors file can hold; empty if a file can."""
     if not isinstance(held, Tensor):
         return f"{type(held).__name__}, not a tensor"
     return "" if held.layout == torch.strided else f"a tensor of layout {held.layout}"

@@ -50,8 +50,8 @@ class Inspection:
 
     Args:
         path: the directory, or the file.
-        dialect: how its quantization is written; empty for a high-precision checkpoint.
-        scheme: name of its scheme, of most of its layers if they differ; empty likewise.
+        dialect: name of its dialect; empty for a high-precision checkpoint.
+        scheme: name of the scheme of most of its layers; empty for a high-precision checkpoint.
         layers: its FP8 layers.
         ignored: names or patterns of the layers that its config leaves in high precision.
         kv_scales: names of the scales of its KV cache.
@@ -59,7 +59,7 @@ class Inspection:
         tensors: number of tensors.
         shards: number of files.
         problems: damage, one text each; empty for a sound checkpoint.
-        notes: what is worth knowing and no damage.
+        notes: remarks that are no damage.
 
     Example:
         >>> found = inspect("dir")
@@ -111,7 +111,7 @@ class Inspection:
         return printable("\n".join(lines))
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """Describe layers, those that differ in nothing but numbers in their names together."""
+        """Describe layers, those that differ only in the numbers of their names in one row."""
         names: dict[tuple[str, ...], list[str]] = {}
         for layer in self.layers:
             shape, size = "x".join(map(str, layer.shape)), f"{layer.bytes / _MIB:.2f}"
@@ -189,7 +189,7 @@ def _pattern(name: str) -> str:
 
 
 def _alike(names: list[str]) -> list[str]:
-    """Write names that differ in numbers only as one, with their count."""
+    """Merge names that differ only in numbers into one, with their count."""
     count = Counter(_pattern(n) for n in names)
     first = {_pattern(n): n for n in reversed(names)}
     return [first[p] if n == 1 else f"{p} ({n})" for p, n in count.items()]

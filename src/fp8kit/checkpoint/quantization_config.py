@@ -27,8 +27,8 @@ from fp8kit.modules.linear import Fp8Linear
 class Announced:
     """How the FP8 layers of a module are written.
 
-    ``main`` is announced for linear layers in general; ``schemes`` has that of each layer, under
-    its names in module and checkpoint. ``kv_scales`` and ``scale_ub`` are as in ``Spec``.
+    ``main`` is announced for linear layers in general; ``schemes`` has the scheme of each layer,
+    under its names in module and checkpoint. ``kv_scales`` and ``scale_ub`` are as in ``Spec``.
     """
 
     dialect: Dialect
@@ -52,8 +52,8 @@ class Announced:
         return exporting.on_disk(name, tensor, self.dialect, scheme)
 
 
-def check_unknown(names: Sequence[str], target: str) -> None:
-    """Refuse experts for which Transformers would draw random numbers; it only warns of that."""
+def refuse_unloadable(names: Sequence[str], target: str) -> None:
+    """Refuse experts that Transformers would only warn about and initialize at random."""
     if names and target == "transformers":
         raise CheckpointError(
             f"{some_of(names)} are FP8 experts.",
@@ -63,8 +63,8 @@ def check_unknown(names: Sequence[str], target: str) -> None:
         )
 
 
-def tell_of_stacks(names: Sequence[str]) -> None:
-    """Warn of stacks of experts that are written whole, for ``fp8kit.load`` alone."""
+def warn_of_stacks(names: Sequence[str]) -> None:
+    """Warn about stacks of experts that are written whole: only ``fp8kit.load`` reads them."""
     if names:
         warnings.warn(
             f"{some_of(names)} are written as stacks of codes, which fp8kit.load reads and no "
@@ -78,7 +78,7 @@ def tell_of_stacks(names: Sequence[str]) -> None:
 def announce(
     model: nn.Module, exported: exporting.Exported, target: str, dialect: Dialect | None = None
 ) -> Announced:
-    """Tell how the FP8 layers of a module are written for a target.
+    """Decide how the FP8 layers of a module are written for a target.
 
     Layers of one scheme are written in its dialect, of several in compressed-tensors, and those
     with a ``scale_ub`` in fbgemm, which alone has such a bound. Raises ``CheckpointError`` if there
@@ -139,7 +139,7 @@ def announce(
 
 
 def _bound(layers: Mapping[str, Fp8Linear], dialect: Dialect | None) -> float | None:
-    """Return the bound on activations that all layers have; ``None`` if none has one."""
+    """Return the ``scale_ub`` that all layers share; ``None`` if no layer has one."""
     bounds = {layer.scale_ub for layer in layers.values()} or {None}
     if len(bounds) > 1 or (bounds != {None} and dialect not in (None, FBGEMM)):
         found = ", ".join(sorted(map(str, bounds)))

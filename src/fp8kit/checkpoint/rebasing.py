@@ -1,4 +1,4 @@
-"""Which MX weights of a checkpoint can be rebased, and how the others are written."""
+"""Which MX weights of a checkpoint can be rebased to coarser scales, and how others are written."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def fall_back(job: Translation, target: str | None) -> list[str]:
     """Find weights that rebasing would change too much, and choose what is written instead.
 
     That is blocks, else MX with 16-bit activations, else high precision: the first that the dialect
-    and the target have. Layers that engines merge, and the experts of a layer, stay of one kind. A
-    warning names these layers, and another tells how many values of the others change. Gives the
+    and the target support. Layers that engines merge, and the experts of a layer, get one scheme. A
+    warning names these layers, and another counts the values of the others that change. Returns the
     names of layers that are written in high precision.
     """
     mx = [m for m in job.matrices if m.layer.group == MX and m.scheme.weight != MX]
@@ -62,7 +62,7 @@ def fall_back(job: Translation, target: str | None) -> list[str]:
 def weights_of(
     checkpoint: Checkpoint, matrices: Iterable[TranslatedMatrix]
 ) -> Iterator[tuple[TranslatedMatrix, QTensor]]:
-    """Read weights as the source has them, layer by layer; a stack is read once."""
+    """Yield matrices with their weights in the source, layer by layer; a stack is read once."""
     by_layer: dict[str, list[TranslatedMatrix]] = defaultdict(list)
     for m in matrices:
         by_layer[m.layer.name].append(m)
@@ -79,7 +79,7 @@ def weights_of(
 def _instead(
     job: Translation, target: str | None, team: Iterable[TranslatedMatrix]
 ) -> Iterator[Scheme]:
-    """Return the schemes that layers may have beside others of the one that was asked for."""
+    """Yield the schemes that a team (see ``_team``) may have in place of the requested one."""
     if job.dialect is not COMPRESSED_TENSORS or any(experts_of(m.name) for m in team):
         return
     blocks = [misfit(str(target), _BLOCK, m.name, m.shape) for m in team]
@@ -92,7 +92,7 @@ def _instead(
 def _losses(
     checkpoint: Checkpoint, matrices: Iterable[TranslatedMatrix], told: dict[str, str]
 ) -> dict[tuple[str, ...], str]:
-    """Note what rebasing changes, and say of layers that go together why it changes too much."""
+    """Record in ``told`` what rebasing changes; return by team why that is too much, if it is."""
     lost: dict[tuple[str, ...], str] = {}
     for m, q in weights_of(checkpoint, matrices):
         told.pop(m.name, None)
@@ -108,7 +108,7 @@ def _losses(
 
 
 def _team(m: TranslatedMatrix) -> tuple[str, ...]:
-    """Name the layers that have to be of one kind with this one."""
+    """Return a key that is the same for all layers that must have one scheme."""
     if experts := experts_of(m.name):
         return (experts,)
     parent, _, last = m.name.rpartition(".")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from fp8kit.checkpoint.dialects import Dialect, JsonObject
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme
-from fp8kit.checkpoint.quantization_config import check_unknown, tell_of_stacks
+from fp8kit.checkpoint.quantization_config import refuse_unloadable, warn_of_stacks
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import engine_name, experts_of, named
 from fp8kit.checkpoint.schema.targets import check_layers, loads_stacks_alone, misfit
@@ -26,10 +26,10 @@ _EXPERT = re.compile(r".*experts\.\d+\.(gate_proj|up_proj|down_proj|w[123])")
 
 @dataclass(frozen=True, slots=True)
 class TranslatedMatrix:
-    """One weight of the result: a layer of the source, a slice of a stack of experts, or all.
+    """One weight of the result: a layer, one expert's rows of a stack, or a whole stack.
 
     It is rows ``first`` to ``last`` (exclusive) of ``layer`` in the source, written as ``scheme``;
-    ``expert`` is its place in a stack, -1 for a layer of its own.
+    ``expert`` is the index in the stack, -1 for a layer or a whole stack.
     """
 
     name: str
@@ -41,7 +41,7 @@ class TranslatedMatrix:
 
     @property
     def whole(self) -> bool:
-        """Whether it is a stack that is not cut."""
+        """Whether it is a stack that is not split."""
         return self.expert < 0 and len(self.layer.shape) == 3
 
     @property
@@ -57,9 +57,9 @@ class TranslatedMatrix:
 
 @dataclass(slots=True)
 class Translation:
-    """What is written.
+    """What a conversion to another dialect writes.
 
-    ``matrices`` stay FP8; ``unfit`` ones are decoded, because the target cannot load them.
+    ``matrices`` stay FP8; those in ``unfit`` are decoded, because the target cannot load them.
     """
 
     checkpoint: Checkpoint
@@ -69,7 +69,7 @@ class Translation:
 
 
 def matrices_of(checkpoint: Checkpoint) -> Iterator[TranslatedMatrix]:
-    """List what is written, experts one by one."""
+    """Yield the weights of the result, experts one by one."""
     model_type = str(checkpoint.config.get("model_type"))
     for layer in checkpoint.layers.values():
         single = len(layer.shape) == 2
@@ -86,7 +86,7 @@ def matrices_of(checkpoint: Checkpoint) -> Iterator[TranslatedMatrix]:
         parts = (last,) if layer.shape[1] % 2 else _HALVES.get(last, (last,))
         rows, scheme = layer.shape[1] // len(parts), layer.scheme
         if checkpoint.tensors[layer.scale].shape == (layer.shape[0], 2) and len(parts) == 1:
-            scheme = joined_scheme(scheme)  # halves that have no names of their own
+            scheme = joined_scheme(scheme)  # gate and up have scales, but no names of their own
         for expert in range(layer.shape[0]):
             for i, part in enumerate(parts):
                 name = engine_name(named(parent, f"{expert}.{part}"), model_type)
@@ -94,7 +94,7 @@ def matrices_of(checkpoint: Checkpoint) -> Iterator[TranslatedMatrix]:
 
 
 def check_target(job: Translation, target: str, dense: list[str], unfit: str) -> None:
-    """Refuse, decode or change what a target does not load as it is.
+    """Refuse, decode or change matrices that a target does not load as they are.
 
     Names of layers that are decoded are added to ``dense``; ``unfit`` is as in
     ``convert_checkpoint``. Raises ``CheckpointError`` for what the target cannot load.
@@ -108,17 +108,17 @@ def check_target(job: Translation, target: str, dense: list[str], unfit: str) ->
         )
     experts = any(m.expert >= 0 or ".experts." in m.name for m in job.matrices)
     if experts and target != "transformers" and not job.dialect.name.startswith("autofp8"):
-        # engines have no experts of one scale with dynamic activations, but the same by rows
+        # engines load no experts with one scale and dynamic activations, but with scales per row
         for i, m in enumerate(job.matrices):
             if m.scheme == SCHEMES["FP8_TENSOR"]:
                 job.matrices[i] = replace(m, scheme=joined_scheme(m.scheme))
     stacks = [m for m in job.matrices if m.whole]
     if loads_stacks_alone(str(job.checkpoint.config.get("model_type")), job.dialect):
         found = [m.name for m in job.matrices if experts_of(m.name) and not m.whole]
-        check_unknown(found, target)
+        refuse_unloadable(found, target)
     if unfit == "refuse":
-        check_unknown([m.name for m in stacks], target)
-        tell_of_stacks([m.name for m in stacks])
+        refuse_unloadable([m.name for m in stacks], target)
+        warn_of_stacks([m.name for m in stacks])
     if unfit == "dequantize":
         every, job.matrices = job.matrices, []
         names = {*dense, *(m.name for m in every)}

@@ -35,10 +35,10 @@ from fp8kit.io import checkpoints, models, translation
 from fp8kit.io.translation import UNFIT
 from fp8kit.runtime.settings import DISABLED_BACKENDS
 
-# whose versions a bug report names
+# packages whose versions `env` prints for a bug report
 _NAMED = "torch triton cuda-bindings deep_gemm safetensors transformers compressed-tensors".split()
 _EXPECTED = (ValueError, TypeError, OSError, ImportError, fp8kit.UnsupportedError)
-# they warn of their own parts, which no command uses, when Transformers imports them
+# when Transformers imports these, they warn about parts of theirs that no command uses
 _TALKATIVE = ("torchao", "torch.utils._pytree")
 
 
@@ -48,7 +48,7 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # whoever read the output has seen enough
+        except BrokenPipeError:  # the reader of the output closed it: no failure
             raise
         except _EXPECTED as error:
             text = str(error)
@@ -57,7 +57,7 @@ class _Group(click.Group):
             raise click.ClickException(printable(_in_shell_words(text))) from error
 
 
-# an argument of Python as errors write it: scheme='FP8', strict=True, exclude=["a", "b"]
+# a Python argument as errors write it: scheme='FP8', strict=True, exclude=["a", "b"]
 _ARGUMENT = re.compile(
     r"\b(scheme|target|dialect|include|exclude|device|overwrite|strict|unfit)="
     r"(?:(?P<flag>True)\b|(?P<list>\[[^\]]*\])|(?P<quote>['\"]?)(?P<word>[\w.*:-]+)(?P=quote))"
@@ -65,7 +65,7 @@ _ARGUMENT = re.compile(
 
 
 def _in_shell_words(text: str) -> str:
-    """Write the arguments that an error text names as options of the command line."""
+    """Rewrite the Python arguments in an error text as options of the command line."""
 
     def option(found: re.Match[str]) -> str:
         name, values = f"--{found[1]}", found["word"] or ""
@@ -326,7 +326,7 @@ def plan(
 def explain(source: Path, rows: list[int], device: str, as_json: bool) -> None:
     """Show which backend runs each layer, and why.
 
-    Also why the other backends do not run it. SOURCE is an FP8 checkpoint.
+    It also says why the other backends do not run it. SOURCE is an FP8 checkpoint.
     """
     model: nn.Module = models.load(models.require_fp8(source), device=device)
     found = [fp8kit.explain(model, m) for m in rows]

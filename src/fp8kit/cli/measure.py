@@ -67,7 +67,7 @@ def bench(
 ) -> None:
     """Time linear layers against bf16.
 
-    Those of the Transformers model SOURCE, or of --shapes.
+    The layers are those of the Transformers model SOURCE, or --shapes.
     """
     kind = Scheme.of(scheme)
     layers = list(dict.fromkeys(_layers(source, shapes).values()))
@@ -151,9 +151,9 @@ def tune(
 ) -> None:
     """Measure which backend is fastest for each layer.
 
-    Those of the Transformers model SOURCE, or of --shapes. Siblings, by their usual names, are
-    measured as the one matrix that they run as, too. Row counts are rounded up to powers of two.
-    The times are kept below FP8KIT_CACHE_DIR for this device, driver and versions.
+    The layers are those of the Transformers model SOURCE, or --shapes. Siblings, such as q_proj and
+    k_proj, are also measured as the one matrix that they run as. Row counts are rounded up to
+    powers of two. The times are kept below FP8KIT_CACHE_DIR for this device, driver and versions.
     """
     if torch.device(device).type != "cuda":
         raise click.BadParameter(
@@ -202,7 +202,7 @@ def _layers(source: Path | None, shapes: str | None) -> dict[str, tuple[int, int
         return {f"{n}x{k}": (n, k) for n, k in operands.parse_shapes(shapes or "")}
     checkpoint = open_checkpoint(source)
     if checkpoint.spec is None:
-        decided = checkpoints.decide(checkpoint, Recipe())  # shapes are any scheme's
+        decided = checkpoints.decide(checkpoint, Recipe())  # shapes are the same for every scheme
         found = {record.name: record.shape for record in decided.report.converted}
     else:
         found = {name: layer.shape for name, layer in checkpoint.layers.items()}

@@ -1,4 +1,4 @@
-"""What several commands share: options, checks of their values, and how results are printed."""
+"""Options that several commands share, checks of their values, and printing of results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON f
 
 
 def path_of(_: click.Context, parameter: click.Parameter, text: str | None) -> Path | None:
-    """Make a path of an argument, and refuse an empty one."""
+    """Turn an argument into a path, and refuse an empty one."""
     return None if text is None else as_path(text, (parameter.name or "").upper())
 
 
@@ -64,7 +64,7 @@ def rows_option(default: str) -> Callable[[_F], _F]:
 
 
 def together(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
-    """Return one decorator for several, which stand in the help in this order."""
+    """Combine decorators into one; the help lists their options in this order."""
     return lambda command: functools.reduce(lambda c, option: option(c), options[::-1], command)
 
 

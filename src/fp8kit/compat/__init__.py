@@ -1,7 +1,7 @@
 """The names people already call: vLLM's FP8 functions, LoRAX' layer, the copied ``fp8_gemm.py``.
 
-Each behaves as published, in terms of this package's own functions; ``docs/compat.md`` has a row
-for each, with what differs. Scales may come in the shapes and dtypes that engines use.
+Each behaves as published, and is built from this package's own functions; ``docs/compat.md`` has a
+row for each, with the differences. Scales may have the shapes and dtypes that engines use.
 """
 
 from fp8kit.compat.blocks import per_block_cast_to_fp8 as per_block_cast_to_fp8
@@ -42,8 +42,12 @@ from fp8kit.compat.online_linear import (
 from fp8kit.compat.online_linear import (
     Fp8PerTensorOnlineLinearMethod as Fp8PerTensorOnlineLinearMethod,
 )
+from fp8kit.compat.online_linear import Fp8PtpcOnlineLinearMethod as Fp8PtpcOnlineLinearMethod
+from fp8kit.compat.online_linear import Mxfp8OnlineLinearMethod as Mxfp8OnlineLinearMethod
 from fp8kit.compat.online_moe import Fp8PerBlockOnlineMoEMethod as Fp8PerBlockOnlineMoEMethod
 from fp8kit.compat.online_moe import Fp8PerTensorOnlineMoEMethod as Fp8PerTensorOnlineMoEMethod
+from fp8kit.compat.online_moe import Fp8PtpcOnlineMoEMethod as Fp8PtpcOnlineMoEMethod
+from fp8kit.compat.online_moe import Mxfp8OnlineMoEMethod as Mxfp8OnlineMoEMethod
 from fp8kit.compat.w8a8 import GroupShape as GroupShape
 from fp8kit.compat.w8a8 import cutlass_scaled_mm as cutlass_scaled_mm
 from fp8kit.compat.w8a8 import cutlass_w8a8_scaled_mm as cutlass_w8a8_scaled_mm
@@ -61,7 +65,7 @@ from fp8kit.compat.wrapped_linear import FP8Linear as FP8Linear
 
 
 def __getattr__(name: str) -> object:
-    """Answer the capability flags when they are asked for, so that importing asks no device."""
+    """Compute the capability flags on access, so that an import queries no device."""
     if name == "TORCH_DEVICE_IDENTITY":
         return _device_identity()
     if name in _FLAGS:

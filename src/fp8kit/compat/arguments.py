@@ -1,4 +1,4 @@
-"""Errors for arguments of another kind, in functions that others published without any."""
+"""Errors for arguments of a wrong type, in functions whose originals do not check them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _KINDS: dict[str, Any] = {
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def teaches(function: Function) -> Function:
-    """Let a function that fails on an argument of another kind say which one that is.
+def names_wrong_argument(function: Function) -> Function:
+    """Decorate a function so that it raises ``InvalidType`` with the argument of a wrong type.
 
-    The kinds are those of its annotations. They are read after an error of Python alone, so that a
-    call costs no more.
+    The annotations give the types. They are read only after the function has raised an error of
+    Python or torch, so that a call costs no more.
     """
     signature = inspect.signature(function)
 

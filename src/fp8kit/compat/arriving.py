@@ -64,7 +64,7 @@ class Arriving:
         self.attend(name, meta)
 
     def attend(self, name: str, parameter: nn.Parameter) -> None:
-        """Let a Parameter of this layer take pieces of the dense weight of a name."""
+        """Give a Parameter a ``weight_loader`` that takes pieces of the dense weight ``name``."""
 
         def load(_: Tensor, loaded_weight: Tensor, *shard: Any, **words: Any) -> Any:
             return self._load(name, loaded_weight, *shard, **words)
@@ -100,13 +100,13 @@ class Arriving:
                 )
 
     def is_coded(self) -> bool:
-        """Return whether the first of the weights is FP8, as the layer was given or keeps it."""
+        """Return whether the first weight is FP8: it was given so, or has been quantized."""
         return self.take(self.names[0]).dtype in FP8_FORMATS
 
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
-        """Drop the dense buffers, and write tensors into Parameters of the layer in their place.
+        """Drop the dense buffers, and write quantized tensors into Parameters of the layer.
 
-        That is done in place where they fit, for graphs and views.
+        A Parameter that fits is overwritten in place, so that graphs and views stay valid.
         """
         self.dense.clear()
         self._missing.clear()
@@ -135,7 +135,7 @@ class Arriving:
         return result
 
     def _buffer(self, name: str, source: torch.device) -> None:
-        """Make an empty dense Parameter where the layer is."""
+        """Make an empty dense Parameter on the device of the layer."""
         shape, dtype, facts = self._described[name]
         placed = self._layer.get_parameter(name).device
         device = next(d for d in (placed, self._device, source) if d.type != "meta")
@@ -147,7 +147,7 @@ class Arriving:
 
 
 def fill(param: Tensor, loaded_weight: Tensor, remedy: str) -> None:
-    """Write a piece into its place; raises ``ValueError``, with a remedy, if it does not fit."""
+    """Copy a piece into its place; raises ``ValueError``, with a remedy, if it does not fit."""
     if loaded_weight.shape != param.shape:
         raise InvalidValue(
             f"Got a weight of shape {tuple(loaded_weight.shape)}.",
@@ -170,13 +170,13 @@ def check_coded(weight: Tensor) -> None:
 
 
 class OnlineMethod:
-    """What vLLM's online methods share: weights arrive dense and are kept as FP8."""
+    """The base of vLLM's online methods: weights arrive dense and are kept as FP8."""
 
     uses_meta_device = True
     weight_block_size: list[int] | None = None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Quantize the dense weights, unless that was done since they arrived.
+        """Quantize the dense weights, unless that was done after they arrived.
 
         Raises:
             ValueError: if pieces of a weight have not arrived.
@@ -190,7 +190,7 @@ class OnlineMethod:
         layer._already_called_process_weights_after_loading = True  # type: ignore[assignment]
 
     def _await(self, layer: nn.Module) -> Arriving:
-        """Make a layer ready for weights to arrive."""
+        """Prepare a layer for weights to arrive."""
         layer.__dict__["_arriving"] = arriving = Arriving(
             layer, lambda: self.process_weights_after_loading(layer)
         )
@@ -198,5 +198,5 @@ class OnlineMethod:
         return arriving
 
     def _quantized(self, arriving: Arriving) -> dict[str, Tensor]:
-        """Return the tensors that a layer keeps of the weights that have arrived."""
+        """Quantize the weights that have arrived; return the tensors that a layer keeps."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
 """Quantizers and products by groups of 1x128 and blocks of 128x128, as engines name them.
 
 Sources: ``fp8_utils.py`` of vLLM, ``fp8_kernel.py`` of SGLang, ``deep_gemm/utils/math.py`` of
-DeepGEMM. A group's amax has the floor that each of them has: 1e-10, and 1e-4 in DeepGEMM.
+DeepGEMM. The lower bound of a group's amax is that of its source: 1e-10, and 1e-4 for DeepGEMM.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8kit import functional
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.shapes import written
 from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import MX, ROW, GroupShape, QTensor, fp8_format
@@ -26,7 +26,7 @@ _SIDE = 128
 _CAST_FLOOR = 1e-4
 
 
-@teaches
+@names_wrong_argument
 def per_token_group_quant_fp8(
     x: Tensor,
     group_size: int,
@@ -45,10 +45,10 @@ def per_token_group_quant_fp8(
         eps: the least amax of a group.
         dtype: of the codes, by default e4m3fn.
         column_major_scales: scales of neighbouring rows are adjacent, columns a multiple of four
-            apart, which is what ``tma_aligned_scales`` asks for.
-        tma_aligned_scales: needs nothing more.
-        out_q: FP8 of the shape of ``x``: the codes are written there.
-        use_ue8m0: round scales up to powers of two, which stay fp32; no by default.
+            apart, as ``tma_aligned_scales`` requires.
+        tma_aligned_scales: accepted and ignored.
+        out_q: FP8 of the shape of ``x``, into which the codes are written.
+        use_ue8m0: round scales up to powers of two, which stay fp32; by default ``False``.
 
     Returns:
         codes of the shape of ``x``, and fp32 scales ``[..., ceil(K / group_size)]``.
@@ -69,7 +69,7 @@ def per_token_group_quant_fp8(
     return written(codes, out_q), scale
 
 
-@teaches
+@names_wrong_argument
 def per_token_cast_to_fp8(
     x: Tensor, use_ue8m0: bool = False, gran_k: int = _SIDE, use_packed_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def per_token_cast_to_fp8(
         x: bf16, fp16 or fp32 ``[M, K]``.
         use_ue8m0: round scales up to powers of two.
         gran_k: elements per scale.
-        use_packed_ue8m0: four scales as the bytes of an integer, which nothing here reads: False.
+        use_packed_ue8m0: must be ``False``: nothing here reads four scales packed in an integer.
 
     Returns:
         e4m3fn ``[M, K]`` and fp32 ``[M, ceil(K / gran_k)]``.
@@ -101,7 +101,7 @@ def per_token_cast_to_fp8(
     return _quantized(x, GroupShape(1, gran_k), _CAST_FLOOR, use_ue8m0)
 
 
-@teaches
+@names_wrong_argument
 def per_block_cast_to_fp8(
     x: Tensor,
     block_size: Sequence[int] | bool = (_SIDE, _SIDE),
@@ -143,7 +143,7 @@ def per_block_cast_to_fp8(
     return _quantized(x, _block(block_size), _CAST_FLOOR, bool(third))
 
 
-@teaches
+@names_wrong_argument
 def w8a8_block_fp8_matmul(
     A: Tensor,
     B: Tensor,
@@ -188,7 +188,7 @@ def block_product(
     """Multiply ``[..., K]`` by ``[N, K]``, each with its scales; see ``w8a8_block_fp8_matmul``."""
     block, scales = _block(block_size), [x[1].float(), weight[1].float()]
     if block.cols == MX.cols:
-        # groups of 32 elsewhere have bytes as scales: here each is two of 16
+        # the core has E8M0 bytes as scales of 32 columns: for floats, each group becomes two of 16
         block = GroupShape(block.rows, MX.cols // 2)
         parts = -(-x[0].shape[-1] // block.cols)
         scales = [scale.repeat_interleave(2, -1)[..., :parts] for scale in scales]
@@ -216,7 +216,7 @@ def _quantized(
     dtype: torch.dtype = FP8,
     layout: str = "row",
 ) -> tuple[Tensor, Tensor]:
-    """Quantize, with a floor under each group's amax."""
+    """Quantize with ``least`` as the lower bound of each group's amax."""
     check_float("x", x)
     if x.dim() < (2 if group.rows > 1 else 1):
         raise InvalidValue(
@@ -228,7 +228,7 @@ def _quantized(
     if group != MX:
         codes, scale = operators.QUANTIZE(x, (group.rows, group.cols), *options, layout)
         return codes, scale
-    # groups of 32 elsewhere have bytes as scales: here each is a row of its own
+    # the core has E8M0 bytes as scales of 32 columns: for floats, each group becomes a row
     padded = F.pad(x, (0, -x.shape[-1] % group.cols))
     rows = padded.reshape(-1, group.cols)
     codes, scale = operators.QUANTIZE(rows, (ROW.rows, ROW.cols), *options, "row")

@@ -32,17 +32,17 @@ KINDS: dict[str, Scheme | None] = {
 def supports(kind: str, device: torch.device | str | None = None) -> bool:
     """Return whether a kind of FP8 product runs on FP8 tensor cores of a device.
 
-    The product is computed once and compared; a capability that no kernel serves is no support. A
-    ``False`` does not mean that layers fail: they run by decoding the weight.
+    A product is computed once and compared, because a device capability without a kernel is no
+    support. ``False`` does not mean that layers fail: they decode the weight.
 
     Args:
         kind: ``"fp8"`` (scales per tensor, token or channel), ``"block_fp8"`` (128x128),
             ``"group_gemm"`` (experts), ``"sparse"`` (2:4, of which there is none here), or
             ``"torch_rowwise"`` (torch's own product with a scale per row).
-        device: where; by default the current CUDA device, if there is one.
+        device: by default the current CUDA device, if there is one.
 
     Raises:
-        ValueError: for another kind.
+        ValueError: for an unknown kind.
 
     Example:
         >>> fp8kit.compat.supports("fp8", "cpu")
@@ -81,7 +81,7 @@ def _product_runs(scheme: Scheme, device: torch.device, backend: str) -> bool:
 
 
 def _grouped_product_runs(device: torch.device) -> bool:
-    """Return whether two experts with half of the rows each come out right."""
+    """Return whether a product of two experts, each with half of the rows, is right."""
     x, w = _operands(device)
     x_q = functional.quantize(x, GROUP128)
     w_q = functional.quantize(torch.stack([w, -w]), BLOCK, role="weight")
@@ -128,7 +128,7 @@ def sparse_cutlass_supported() -> bool:
     return supports("sparse")
 
 
-# vLLM computes these while it is imported; here importing asks no device
+# vLLM computes these while it is imported; here an import queries no device
 FLAGS: dict[str, Callable[[], bool]] = {
     "CUTLASS_FP8_SUPPORTED": cutlass_fp8_supported,
     "CUTLASS_BLOCK_FP8_SUPPORTED": cutlass_block_fp8_supported,

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import TENSOR, QTensor
 from fp8kit.modules.weight_parts import join_scales, recode, requantize
 
 
-@teaches
+@names_wrong_argument
 def convert_to_channelwise(weight_scale: Tensor, logical_widths: Sequence[int]) -> Tensor:
-    """Give each channel of a fused weight the scale of its shard.
+    """Repeat the scale of each shard of a fused weight for each of its channels.
 
     Args:
         weight_scale: one number per shard, in any shape and float dtype.
@@ -39,7 +39,7 @@ def convert_to_channelwise(weight_scale: Tensor, logical_widths: Sequence[int]) 
     return join_scales(codes, weight_scale.float(), list(logical_widths)).scale
 
 
-@teaches
+@names_wrong_argument
 def requantize_with_max_scale(
     weight: Tensor, weight_scale: Tensor, logical_widths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ def requantize_with_max_scale(
     was quantized, and stays as it is.
 
     Args:
-        weight: FP8 ``[N, K]``; written in place, as there.
+        weight: FP8 ``[N, K]``; written in place, as in vLLM.
         weight_scale: one number per shard, in any shape and float dtype.
         logical_widths: rows of each shard.
 
@@ -68,14 +68,14 @@ def requantize_with_max_scale(
     return q.scale.reshape(()), weight
 
 
-@teaches
+@names_wrong_argument
 def normalize_e4m3fn_to_e4m3fnuz(
     weight: Tensor, weight_scale: Tensor, input_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Read e4m3fn codes as e4m3fnuz: the same bytes, but 0x80 becomes 0, and twice the scales.
 
     Args:
-        weight: e4m3fn, any shape; left as it is.
+        weight: e4m3fn, any shape; not changed.
         weight_scale: any shape.
         input_scale: any shape, or ``None``.
 
@@ -101,7 +101,7 @@ def normalize_e4m3fn_to_e4m3fnuz(
     return codes, weight_scale * 2.0, None if input_scale is None else input_scale * 2.0
 
 
-@teaches
+@names_wrong_argument
 def per_tensor_dequantize(tensor: Tensor, inv_scale: float | Tensor) -> Tensor:
     """Decode codes with a scale.
 
@@ -110,7 +110,7 @@ def per_tensor_dequantize(tensor: Tensor, inv_scale: float | Tensor) -> Tensor:
         inv_scale: the multiplier: a number, or a tensor that broadcasts.
 
     Returns:
-        fp16, or what torch promotes fp16 and ``inv_scale`` to, as there.
+        fp16, or what torch promotes fp16 and ``inv_scale`` to, as in vLLM.
 
     Example:
         >>> fp8kit.compat.per_tensor_dequantize(torch.ones(2).to(torch.float8_e4m3fn), 0.5)
@@ -119,7 +119,7 @@ def per_tensor_dequantize(tensor: Tensor, inv_scale: float | Tensor) -> Tensor:
     return tensor.to(torch.float16) * inv_scale
 
 
-@teaches
+@names_wrong_argument
 def all_close_1d(x: Tensor) -> bool:
     """Return whether all elements of a vector are close to the first.
 

@@ -1,7 +1,7 @@
 """``enable_fp8_gemm``: the interface of the ``fp8_gemm.py`` that diffusion projects copy.
 
 Source: ``telefuser/ops/fp8_gemm.py`` of Tele-AI/TeleFuser, and the file of that name beside
-Soul-AILab/SoulX-LiveAct. Unlike there, the default filter keeps sensitive layers in high precision.
+Soul-AILab/SoulX-LiveAct. Unlike theirs, the default filter keeps sensitive layers dense.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.wrapped_linear import DEFAULT_OPTIONS, FP8GemmOptions, FP8Linear
 from fp8kit.conversion.eligibility import Eligibility
 from fp8kit.conversion.patterns import roles_by_name, size_obstacle
@@ -24,7 +24,7 @@ _16_BITS = (torch.float16, torch.bfloat16)
 ModuleFilter = Callable[[str, nn.Module], bool]
 
 
-@teaches
+@names_wrong_argument
 def enable_fp8_gemm(
     model: nn.Module,
     *,
@@ -38,12 +38,12 @@ def enable_fp8_gemm(
         model: any module that holds ``nn.Linear``.
         options: see ``FP8GemmOptions``.
         module_filter: a function of the qualified name and the layer; ``True`` replaces it. By
-            default sensitive layers stay, as ``fp8kit.plan`` tells them (heads, embeddings,
-            routers, modulation, tied weights); small ones do not.
+            default, layers that are sensitive by the rules of ``fp8kit.plan`` stay dense (heads,
+            embeddings, routers, modulation, tied weights), but small ones do not.
         inplace: change the model; otherwise a deep copy of it.
 
     Returns:
-        the model, or its changed copy. A warning tells if no layer was replaced.
+        the model, or its changed copy. A warning says if no layer was replaced.
 
     Raises:
         TypeError: if ``model`` is no module, or ``module_filter`` no function.
@@ -89,7 +89,7 @@ def enable_fp8_gemm(
     return model
 
 
-@teaches
+@names_wrong_argument
 def fp8_linear_forward_many(linears: Sequence[FP8Linear], x: Tensor) -> tuple[Tensor, ...]:
     """Call layers that read the same input, which is quantized once.
 
@@ -98,7 +98,7 @@ def fp8_linear_forward_many(linears: Sequence[FP8Linear], x: Tensor) -> tuple[Te
         x: ``[..., K]``.
 
     Returns:
-        what each layer gives for ``x``, bit for bit.
+        the result of each layer for ``x``, with the bits of a call by itself.
 
     Example:
         >>> q, k, v = fp8kit.compat.fp8_linear_forward_many((to_q, to_k, to_v), x)

@@ -1,7 +1,7 @@
-"""Weights converted to the core's form once, because the core identifies a weight by its tensor.
+"""Convert a weight to the core's form once, because the core identifies it by its tensor.
 
-Ported code passes the view ``[K, N]`` and its scale at every call. With a fresh ``QTensor`` each
-time, results would be right but launches never replayed (``fp8kit.runtime.replay_cache.call_on``).
+Ported code passes the view ``[K, N]`` and its scale at every call. If each call made a ``QTensor``,
+results would be right, but launches never replayed (``fp8kit.runtime.replay_cache.call_on``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Known(NamedTuple):
 
 
 class KnownWeights:
-    """Remembers weights as long as they live."""
+    """A cache of converted weights, each kept as long as the original weight lives."""
 
     def __init__(self) -> None:
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -32,14 +32,14 @@ class KnownWeights:
     def of(
         self, weight: Tensor, scale: Tensor, make: Callable[[Tensor, Tensor], QTensor]
     ) -> QTensor:
-        """Return what ``make`` gives for a weight and its scale, until one of them changes.
+        """Return ``make(weight, scale)``, cached until one of the two changes.
 
-        ``make`` brings both into the core's form.
+        ``make`` converts both to the core's form.
         """
         if torch.compiler.is_compiling() or type(weight) not in (Tensor, torch.nn.Parameter):
             return make(weight, scale)
         state = (version(weight), weight.data_ptr(), version(scale), scale.data_ptr())
-        if UNCOUNTED in (state[0], state[2]):  # of inference mode: nobody tells when it changes
+        if UNCOUNTED in (state[0], state[2]):  # made in inference mode: changes are not counted
             return make(weight, scale)
         found: _Known | None = self._known.get(weight)  # type: ignore[no-untyped-call]
         if found is None or found.scale is not scale or found.state != state:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8kit import functional
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.known_weights import KnownWeights
 from fp8kit.compat.shapes import as_number, as_vector, check_view, with_scale, with_scale_as_stored
 from fp8kit.compat.w8a8 import scaled_fp8_quant
@@ -29,15 +29,15 @@ class Fp8LinearOp:
     """Compute ``quantize(input) @ weight + bias`` with scales of any of the four pairings.
 
     Source: ``vllm/model_executor/layers/quantization/utils/w8a8_utils.py``, 0.7 to 0.12, whose
-    constructors differ: all their words are taken, and by position those that begin with
-    ``act_quant_static``. Which kernel runs is decided per call.
+    constructors differ. All their keywords are accepted, and positional arguments in the orders
+    that begin with ``act_quant_static``. The kernel is chosen per call.
 
     Args:
         act_quant_static: the input has a static scale; then ``apply`` must get one.
-        cutlass_fp8_supported: taken and not needed; in its place, as since 0.11, the group shape.
-        act_quant_group_shape: ``GroupShape.PER_TENSOR`` or ``PER_TOKEN``: how dynamic scales are
-            found; any pair of numbers, or an ``fp8kit.GroupShape``.
-        pad_output: taken and not needed: no kernel here wants padded rows.
+        cutlass_fp8_supported: accepted and ignored; or, as vLLM has it since 0.11, the group shape.
+        act_quant_group_shape: granularity of dynamic scales, ``GroupShape.PER_TENSOR`` or
+            ``PER_TOKEN``; also as a pair of numbers, or an ``fp8kit.GroupShape``.
+        pad_output: accepted and ignored: no kernel here needs padded rows.
         use_per_token_if_dynamic: the older word for ``PER_TOKEN``.
 
     Example:
@@ -72,7 +72,7 @@ class Fp8LinearOp:
             x, scale, scale_ub=scale_ub, use_per_token_if_dynamic=self.per_token
         )
 
-    @teaches
+    @names_wrong_argument
     def apply(
         self,
         input: Tensor,
@@ -87,13 +87,13 @@ class Fp8LinearOp:
         """Compute ``[..., N]``.
 
         Args:
-            input: bf16, fp16 or fp32 ``[..., K]``; or FP8 codes, of which ``input_scale`` is the
-                scale, per tensor or per token.
+            input: bf16, fp16 or fp32 ``[..., K]``; or FP8 codes, whose scale, per tensor or per
+                token, is ``input_scale``.
             weight: FP8 ``[K, N]``, the view ``stored.t()``.
             weight_scale: one number or one per channel, in any shape and float dtype.
             out_dtype: of the result; by default that of ``input`` (bf16 for codes).
-            input_scale: one number: static quantization; otherwise scales are found.
-            input_scale_ub: bounds amax of each token; ignored with ``input_scale``, as there.
+            input_scale: one number for static quantization; without it, scales are dynamic.
+            input_scale_ub: bounds amax of each token; ignored with ``input_scale``, as in vLLM.
             bias: ``[N]``, any float dtype.
             use_per_token_if_dynamic: overrides what the constructor said.
 
@@ -128,10 +128,10 @@ def compute(
     out_dtype: torch.dtype | None = None,
     per_token: bool = True,
 ) -> Tensor:
-    """Compute a linear layer ``[..., K]`` by ``[N, K]``, per tensor or per row, by the core.
+    """Compute a linear layer of ``x [..., K]`` and a weight ``[N, K]`` with the core.
 
-    ``scale`` is static; without it scales are found per token, or per tensor, with the amax up to
-    ``bound``. Both are one number each.
+    ``scale`` is a static input scale; without it, scales are dynamic, per token or per tensor, with
+    ``bound`` above their amax. Each of the two is one number.
     """
     scheme = None if scale is not None else _DYNAMIC[w_q.group, per_token]
     bound = None if bound is None or scale is not None else as_number(bound, x.device)

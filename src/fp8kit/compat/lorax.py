@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit import functional
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.known_weights import KnownWeights
 from fp8kit.compat.linear_op import compute
 from fp8kit.compat.shapes import as_number, as_vector, is_stored, with_scale, with_scale_as_stored
@@ -22,7 +22,7 @@ _STATIC = {TENSOR: SCHEMES["FP8"], ROW: Scheme("FP8_ROW_STATIC", ROW, TENSOR, st
 _DYNAMIC = {TENSOR: SCHEMES["FP8_TENSOR"], ROW: SCHEMES["FP8_DYNAMIC"]}
 
 
-@teaches
+@names_wrong_argument
 def apply_fp8_linear(
     input: Tensor,
     qweight: Tensor,
@@ -36,10 +36,10 @@ def apply_fp8_linear(
     Args:
         input: bf16, fp16 or fp32 ``[..., K]``.
         qweight: FP8 ``[N, K]``, or its view ``[K, N]``, which LoRAX passes. For a square weight
-            the strides tell: the view is the one whose rows are not contiguous.
+            the strides tell them apart: rows of the view are not contiguous.
         weight_scale: one number or one per channel, in any shape and float dtype.
-        input_scale: one number: static quantization; otherwise one scale per token is found.
-        input_scale_ub: bounds amax of each token; ignored with ``input_scale``, as there.
+        input_scale: one number for static quantization; without it, scales are dynamic, per token.
+        input_scale_ub: bounds amax of each token; ignored with ``input_scale``, as in LoRAX.
         qbias: ``[N]``, any float dtype.
 
     Returns:
@@ -62,16 +62,16 @@ def apply_fp8_linear(
 
 
 class Fp8Linear(nn.Module):
-    """A linear layer of an FP8 weight and its scales, as LoRAX has it.
+    """A linear layer with an FP8 weight and its scales, under LoRAX' names.
 
-    What it holds is in ``layer``, an ``fp8kit.Fp8Linear``, so that ``state_dict``, moves and
-    casts are right; LoRAX' names give views of that.
+    Its tensors are in ``layer``, an ``fp8kit.Fp8Linear``, so that ``state_dict``, moves and casts
+    are right; LoRAX' names are views of them.
 
     Args:
         weight: FP8 ``[N, K]``.
         bias: ``[N]``, any float dtype, or ``None``.
         weight_scale: one number or one per channel, in any shape and float dtype.
-        input_scale: one number for static quantization, or ``None``: a scale per token is found.
+        input_scale: one number for static quantization, or ``None`` for dynamic scales per token.
 
     Raises:
         TypeError: if the weight is not FP8.
@@ -82,7 +82,7 @@ class Fp8Linear(nn.Module):
         >>> layer = fp8kit.compat.Fp8Linear(q.data, None, q.scale, None)
     """
 
-    @teaches
+    @names_wrong_argument
     def __init__(
         self,
         weight: Tensor,
@@ -132,7 +132,7 @@ class Fp8Linear(nn.Module):
         return self.layer.bias
 
 
-@teaches
+@names_wrong_argument
 def get_linear(
     weight: Tensor,
     bias: Tensor | None,
@@ -141,7 +141,7 @@ def get_linear(
     weight_scale: Tensor | None = None,
     input_scale: Tensor | None = None,
 ) -> nn.Module:
-    """Make the linear layer that goes with a quantization.
+    """Make the linear layer for a quantization.
 
     Args:
         weight: ``[N, K]``: FP8 with ``weight_scale``, or dense, which ``"fp8"`` quantizes per row.
@@ -153,7 +153,7 @@ def get_linear(
 
     Raises:
         NotImplementedError: for another quantization.
-        ValueError: if an FP8 weight has no scale, or is to make a dense layer.
+        ValueError: if an FP8 weight has no scale, or ``quantize`` is ``None`` for it.
 
     Example:
         >>> layer = fp8kit.compat.get_linear(w, None, "fp8")

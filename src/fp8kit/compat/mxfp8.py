@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8kit import functional
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.known_weights import KnownWeights
 from fp8kit.dispatch.device import capability
 from fp8kit.errors import InvalidValue
@@ -37,7 +37,7 @@ class Mxfp8LinearBackend(Enum):
     MARLIN = "marlin"  # 16-bit input, the weight decoded inside the kernel
 
 
-# the words that ``Mxfp8LinearOp`` took before there was an enumeration
+# the words that vLLM's ``Mxfp8LinearOp`` took before there was an enumeration, and the values
 _BY_WORD = {
     "torch": Mxfp8LinearBackend.EMULATION,
     "flashinfer": Mxfp8LinearBackend.FLASHINFER_CUTLASS,
@@ -46,7 +46,7 @@ _BY_WORD = {
 
 
 def select_mxfp8_linear_backend() -> Mxfp8LinearBackend:
-    """Return what the current device is best at: native from sm100 on, weight-only from sm80 on.
+    """Return the best backend of the current device: native from sm100, weight-only from sm80.
 
     Example:
         >>> fp8kit.compat.select_mxfp8_linear_backend().value  # on a CPU
@@ -61,7 +61,7 @@ def select_mxfp8_linear_backend() -> Mxfp8LinearBackend:
     return Mxfp8LinearBackend.FLASHINFER_CUTLASS if native else Mxfp8LinearBackend.MARLIN
 
 
-@teaches
+@names_wrong_argument
 def mxfp8_e4m3_quantize(
     x: Tensor, is_sf_swizzled_layout: bool = False, alignment: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -72,8 +72,8 @@ def mxfp8_e4m3_quantize(
 
     Args:
         x: bf16, fp16 or fp32 ``[..., K]``.
-        is_sf_swizzled_layout: scales in tiles of 128x4, flat and padded, matrix after matrix.
-        alignment: zeros are added until it divides K; 0 adds none.
+        is_sf_swizzled_layout: return scales in tiles of 128x4, flat and padded, matrix by matrix.
+        alignment: K is padded with zeros to a multiple of it; 0 adds none.
 
     Returns:
         codes ``[..., K]``, and ``uint8`` scales ``[..., ceil(K / 32)]``, or flat.
@@ -91,7 +91,7 @@ def mxfp8_e4m3_quantize(
     return q.data, swizzle_scales(q.scale).flatten() if is_sf_swizzled_layout else q.scale
 
 
-@teaches
+@names_wrong_argument
 def mxfp8_e4m3_quantize_fake(
     x: Tensor, is_sf_swizzled_layout: bool = False, alignment: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,7 @@ def mxfp8_e4m3_quantize_fake(
     return torch.empty_like(codes, device=x.device), torch.empty_like(scales, device=x.device)
 
 
-@teaches
+@names_wrong_argument
 def dequant_mxfp8_to_bf16(x: Tensor, scales: Tensor) -> Tensor:
     """Multiply codes by their scales and round once to bf16.
 
@@ -125,12 +125,12 @@ def dequant_mxfp8_to_bf16(x: Tensor, scales: Tensor) -> Tensor:
     return functional.dequantize(_with_scales(x, scales), torch.bfloat16)
 
 
-@teaches
+@names_wrong_argument
 def swizzle_mxfp8_scale(sf: Tensor, M: int, K: int) -> Tensor:
     """Rearrange scales of a matrix into tiles of 128x4; ``fp8kit.unswizzle_scales`` undoes it.
 
     Args:
-        sf: E8M0 bytes, at least ``[M, ceil(K / 32)]``; what lies beyond is dropped.
+        sf: E8M0 bytes, at least ``[M, ceil(K / 32)]``; the rest is dropped.
         M: rows of the matrix.
         K: its columns.
 
@@ -158,11 +158,11 @@ class Mxfp8LinearOp:
     """Multiply by a weight in MXFP8, by one of three backends.
 
     Args:
-        backend: one of them or its word; by default ``select_mxfp8_linear_backend()``. Any of them
-            computes anywhere.
+        backend: a ``Mxfp8LinearBackend`` or its word; by default
+            ``select_mxfp8_linear_backend()``. Each of them computes on any device.
 
     Raises:
-        ValueError: if ``backend`` is none.
+        ValueError: for an unknown ``backend``.
 
     Example:
         >>> op = fp8kit.compat.Mxfp8LinearOp()
@@ -205,7 +205,7 @@ class Mxfp8LinearOp:
         layer.weight = frozen(weight.contiguous())
         layer.weight_scale = frozen(scale)
 
-    @teaches
+    @names_wrong_argument
     def apply(
         self,
         input: Tensor,
@@ -225,8 +225,8 @@ class Mxfp8LinearOp:
             weight_scale: E8M0 ``[N, ceil(K / 32)]``, or swizzled and flat except for ``EMULATION``.
             out_dtype: of the result.
             bias: ``[N]``, any float dtype.
-            workspace: taken and not needed.
-            sizes: ``size_n`` and ``size_k``, or ``out_features`` and ``in_features``: likewise.
+            workspace: accepted and ignored.
+            sizes: ``size_n`` and ``size_k``, or ``out_features`` and ``in_features``: ignored, too.
 
         Raises:
             ValueError: if scales are of another dtype or shape.

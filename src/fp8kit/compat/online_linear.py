@@ -1,6 +1,6 @@
 """vLLM's online methods for linear layers: dense weights in, FP8 weights kept.
 
-Source: ``vllm/model_executor/layers/quantization/online/fp8.py``.
+Source: ``fp8.py`` and ``mxfp8.py`` of ``vllm/model_executor/layers/quantization/online``.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit import functional
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.arriving import Arriving, Loader, OnlineMethod, check_coded, fill
 from fp8kit.compat.known_weights import KnownWeights
 from fp8kit.compat.shapes import with_scale_as_stored
-from fp8kit.formats import BLOCK, TENSOR, GroupShape, QTensor
+from fp8kit.formats import BLOCK, MX, ROW, TENSOR, GroupShape, QTensor
 
 _SHARDS = {"q": 0, "k": 1, "v": 2}
 
 
 class _OnlineLinearMethod(OnlineMethod):
-    """What both granularities share; a weight with one scale is held as the view ``[K, N]``."""
+    """The base of all granularities; a ``_turned`` weight is held as the view ``[K, N]``."""
 
     weight_scale_name = "weight_scale"
     _group: GroupShape
+    _turned = True
 
     def __init__(self) -> None:
         self._known = KnownWeights()
@@ -70,7 +71,7 @@ class _OnlineLinearMethod(OnlineMethod):
             del layer.weight
         self._await(layer).expect("weight", (n, k), params_dtype, loader, **facts)
 
-    @teaches
+    @names_wrong_argument
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute ``[..., N]`` in the dtype of ``x``.
 
@@ -88,22 +89,21 @@ class _OnlineLinearMethod(OnlineMethod):
 
     def _quantized(self, arriving: Arriving) -> dict[str, Tensor]:
         q = functional.quantize(arriving.take("weight"), self._group, role="weight")
-        if self._group == TENSOR:
-            return {"weight": q.data.t(), self.weight_scale_name: q.scale.reshape(1)}
-        return {"weight": q.data, self.weight_scale_name: q.scale}
+        scale = q.scale.reshape(1) if self._group == TENSOR else q.scale
+        return {"weight": q.data.t() if self._turned else q.data, self.weight_scale_name: scale}
 
     def _weight(self, layer: nn.Module, weight: Tensor) -> QTensor:
         scale = layer.get_parameter(self.weight_scale_name)
-        if self._group == TENSOR:
+        if self._turned:
             return self._known.of(weight, scale, with_scale_as_stored)
         return QTensor(weight, scale, self._group)
 
 
 class Fp8PerTensorOnlineLinearMethod(_OnlineLinearMethod):
-    """Linear layers with one scale for the weight; each token has its own.
+    """Linear layers with one scale for the weight and one for each token of the input.
 
     After loading, ``layer.weight`` is FP8, the view ``[K, N]``, and ``layer.weight_scale`` fp32
-    ``(1,)``, as there.
+    ``(1,)``, as in vLLM.
 
     Example:
         >>> method = fp8kit.compat.Fp8PerTensorOnlineLinearMethod()
@@ -119,19 +119,47 @@ class Fp8PerBlockOnlineLinearMethod(_OnlineLinearMethod):
     """Linear layers with a scale for each 128x128 block of the weight, and 1x128 of the input.
 
     After loading, ``layer.weight`` is FP8 ``[N, K]`` and ``layer.weight_scale_inv`` fp32
-    ``[ceil(N / 128), ceil(K / 128)]``, as there.
+    ``[ceil(N / 128), ceil(K / 128)]``, as in vLLM.
 
     Example:
         >>> method = fp8kit.compat.Fp8PerBlockOnlineLinearMethod()
     """
 
-    weight_block_size = [128, 128]  # noqa: RUF012  (an attribute as there, never written)
+    weight_block_size = [128, 128]  # noqa: RUF012  (an attribute as in vLLM, never written)
     weight_scale_name = "weight_scale_inv"
     _group = BLOCK
+    _turned = False
+
+
+class Fp8PtpcOnlineLinearMethod(_OnlineLinearMethod):
+    """Linear layers with a scale for each row of the weight; each token has its own.
+
+    After loading, ``layer.weight`` is FP8, the view ``[K, N]``, and ``layer.weight_scale`` fp32
+    ``[N, 1]``, as in vLLM.
+
+    Example:
+        >>> method = fp8kit.compat.Fp8PtpcOnlineLinearMethod()
+    """
+
+    _group = ROW
+
+
+class Mxfp8OnlineLinearMethod(_OnlineLinearMethod):
+    """Linear layers in MXFP8.
+
+    After loading, ``layer.weight`` is FP8 ``[N, K]``, and ``layer.weight_scale`` has E8M0 bytes
+    ``[N, ceil(K / 32)]``.
+
+    Example:
+        >>> method = fp8kit.compat.Mxfp8OnlineLinearMethod()
+    """
+
+    _group = MX
+    _turned = False
 
 
 def _loader(layer: nn.Module) -> Loader:
-    """Return the default: a whole weight, or one of the shards of ``logical_widths``."""
+    """Return the default loader, of a whole weight or one of the shards of ``logical_widths``."""
 
     def load(param: Tensor, loaded_weight: Tensor, shard_id: int | str | None = None) -> None:
         if shard_id is not None:

@@ -1,6 +1,7 @@
 """vLLM's online methods for layers of experts: dense weights in, FP8 weights kept.
 
-Source: ``vllm/model_executor/layers/quantization/online/fp8.py`` and ``moe_base.py``.
+Source: ``fp8.py``, ``mxfp8.py`` and ``moe_base.py`` of
+``vllm/model_executor/layers/quantization/online``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.arriving import Arriving, Loader, OnlineMethod, check_coded, fill
 from fp8kit.errors import InvalidValue, check_choice
 from fp8kit.formats import SCHEMES, TENSOR, QTensor, Scheme
@@ -40,19 +41,20 @@ _WORDS = (
 
 
 class _OnlineMoEMethod(OnlineMethod):
-    """What both granularities share.
+    """The base of all granularities.
 
     Args:
-        layer: any module; read from it when weights are made and applied: ``moe_config`` or
-            attributes of its own (``has_bias``, ``activation``, ``expert_map``,
-            ``apply_router_weight_on_input``, ``top_k`` and the words of the router).
+        layer: any module. Its ``moe_config`` is read now, and its own attributes (``has_bias``,
+            ``activation``, ``expert_map``, ``apply_router_weight_on_input``, ``top_k`` and the
+            other options of the router) when weights are made and applied.
+        moe: the ``moe_config``, where a layer has none.
     """
 
     weight_scale_name = "weight_scale"
     _scheme: Scheme
 
-    def __init__(self, layer: nn.Module | None = None) -> None:
-        self.moe = getattr(layer, "moe_config", None)
+    def __init__(self, layer: nn.Module | None = None, *, moe: Any = None) -> None:
+        self.moe = getattr(layer, "moe_config", moe)
 
     def create_weights(
         self,
@@ -103,7 +105,7 @@ class _OnlineMoEMethod(OnlineMethod):
             found |= {f"{part}_weight": q.data, f"{part}_{self.weight_scale_name}": scale}
         return found
 
-    @teaches
+    @names_wrong_argument
     def apply(
         self,
         layer: nn.Module,
@@ -123,10 +125,10 @@ class _OnlineMoEMethod(OnlineMethod):
             topk_weights: float ``[M, k]``.
             topk_ids: integer ``[M, k]``.
             shared_experts: a module whose result for every token is added.
-            shared_experts_input: what it gets; by default ``x``.
-            router_logits: float ``[M, E]``: experts are chosen here. In vLLM before 0.12 they stand
-                third, and the number of experts per token fourth, which is understood too.
-            words: of the router and the experts, which otherwise are attributes of the layer:
+            shared_experts_input: the input of ``shared_experts``; by default ``x``.
+            router_logits: float ``[M, E]``, from which experts are chosen here. In vLLM before 0.12
+                they come third, and the number of experts per token fourth; that works here, too.
+            words: options of the router and the experts, by default attributes of the layer:
                 ``top_k``, ``scoring_func``, ``renormalize``, ``use_grouped_topk``,
                 ``num_expert_group``, ``topk_group``, ``e_score_correction_bias``,
                 ``routed_scaling_factor``, ``custom_routing_function``, ``expert_map``,
@@ -137,9 +139,9 @@ class _OnlineMoEMethod(OnlineMethod):
 
         Raises:
             RuntimeError: if the weights were not processed yet.
-            TypeError: for another word that asks for something.
+            TypeError: for an unknown option that is set.
         """
-        check_options([n for n, v in words.items() if _asks(v)], _WORDS)
+        check_options([n for n, v in words.items() if _is_set(v)], _WORDS)
         given = {n: getattr(layer, n) for n in _WORDS if hasattr(layer, n)}
         given |= {n: v for n, v in words.items() if v is not None}
         if isinstance(topk_ids, int):
@@ -187,7 +189,7 @@ class Fp8PerTensorOnlineMoEMethod(_OnlineMoEMethod):
     """Experts with one scale for each weight of each expert.
 
     After loading, ``w13_weight`` and ``w2_weight`` are FP8 and ``w13_weight_scale`` and
-    ``w2_weight_scale`` fp32 ``[E]``, as there.
+    ``w2_weight_scale`` fp32 ``[E]``, as in vLLM.
 
     Example:
         >>> method = fp8kit.compat.Fp8PerTensorOnlineMoEMethod(layer=layer)
@@ -201,24 +203,50 @@ class Fp8PerBlockOnlineMoEMethod(_OnlineMoEMethod):
     """Experts with a scale for each 128x128 block of each weight.
 
     After loading, scales are ``w13_weight_scale_inv`` and ``w2_weight_scale_inv``, fp32
-    ``[E, ceil(rows / 128), ceil(columns / 128)]``, as there. No size is rounded up to 128.
+    ``[E, ceil(rows / 128), ceil(columns / 128)]``, as in vLLM. No size is rounded up to 128.
 
     Example:
         >>> method = fp8kit.compat.Fp8PerBlockOnlineMoEMethod(layer=layer)
     """
 
-    weight_block_size = [128, 128]  # noqa: RUF012  (an attribute as there, never written)
+    weight_block_size = [128, 128]  # noqa: RUF012  (an attribute as in vLLM, never written)
     weight_scale_name = "weight_scale_inv"
     _scheme = SCHEMES["FP8_BLOCK"]
 
 
-def _asks(value: Any) -> bool:
-    """Return whether a word asks for something; -1 (all experts), ``False``, ``None`` do not."""
+class Fp8PtpcOnlineMoEMethod(_OnlineMoEMethod):
+    """Experts with a scale for each row of each weight; each token has its own.
+
+    After loading, ``w13_weight_scale`` and ``w2_weight_scale`` are fp32 ``[E, rows, 1]``, as in
+    vLLM.
+
+    Example:
+        >>> method = fp8kit.compat.Fp8PtpcOnlineMoEMethod(layer=layer)
+    """
+
+    _scheme = SCHEMES["FP8_DYNAMIC"]
+
+
+class Mxfp8OnlineMoEMethod(_OnlineMoEMethod):
+    """Experts in MXFP8.
+
+    After loading, ``w13_weight_scale`` and ``w2_weight_scale`` have E8M0 bytes
+    ``[E, rows, ceil(columns / 32)]``.
+
+    Example:
+        >>> method = fp8kit.compat.Mxfp8OnlineMoEMethod(layer=layer)
+    """
+
+    _scheme = SCHEMES["MXFP8"]
+
+
+def _is_set(value: Any) -> bool:
+    """Return whether an option is set; -1 (all experts), ``False`` and ``None`` set nothing."""
     return not (value is None or value is False or (isinstance(value, int) and value == -1))
 
 
 def _routed(x: Tensor, logits: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Choose experts from the router's logits; give ids and weights."""
+    """Choose experts from the router's logits; return ids and weights."""
     scale = float(given.get("routed_scaling_factor") or 1.0)
     renormalize = bool(given.get("renormalize", True))
     custom = given.get("custom_routing_function")
@@ -239,7 +267,7 @@ def _routed(x: Tensor, logits: Tensor, given: dict[str, Any]) -> tuple[Tensor, T
 
 
 def _activation(layer: nn.Module, given: Any) -> Activation:
-    """Return what ``given`` names, with the layer's ``swiglu_limit``."""
+    """Return the activation that ``given`` names, with the layer's ``swiglu_limit``."""
     if isinstance(given, Activation):
         return given
     word = str(getattr(given, "value", given)).lower()

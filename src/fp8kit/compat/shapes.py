@@ -75,9 +75,8 @@ def stored(weight: Tensor) -> Tensor:
 def is_stored(weight: Tensor, k: int) -> bool:
     """Return whether a weight is ``[N, K]`` as it is stored, and not its view ``[K, N]``.
 
-    ``k`` columns of the input tell. Where they leave a choice, as for a square weight, rows that
-    are not contiguous in memory tell that this is the view. Raises ``ValueError`` if no side is
-    ``k``.
+    The side that equals ``k``, the columns of the input, tells. A square weight is the view if its
+    rows are not contiguous in memory. Raises ``ValueError`` if no side is ``k``.
     """
     if weight.dim() != 2 or k not in weight.shape:
         raise InvalidValue(
@@ -99,10 +98,10 @@ def as_vector(bias: Tensor | None, n: int) -> Tensor | None:
 
 
 def written(codes: Tensor, output: Tensor | None) -> Tensor:
-    """Write codes into an output, if there is one, and return where they are.
+    """Copy codes into an output, if there is one, and return the tensor that holds them.
 
-    Raises ``ValueError`` if it has another shape or dtype: ``copy_`` would repeat rows, and make
-    numbers of codes.
+    Raises ``ValueError`` if its shape or dtype differs: ``copy_`` would repeat rows, or convert
+    codes as numbers.
     """
     if output is None:
         return codes

@@ -1,7 +1,7 @@
 """The quantizer and the scaled products of vLLM, with its shapes and argument names.
 
 Sources: ``vllm/_custom_ops.py`` and ``vllm/model_executor/layers/quantization/utils/w8a8_utils.py``
-of vLLM 0.7 to 0.12. Which kernel runs is decided by ``fp8kit.scaled_mm``, not by the name.
+of vLLM 0.7 to 0.12. ``fp8kit.scaled_mm`` chooses the kernel, whatever the function's name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8kit import formats as fp8_formats
 from fp8kit import functional
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.blocks import block_product
 from fp8kit.compat.capabilities import supports
 from fp8kit.compat.shapes import as_number, as_vector, check_view, stored, with_scale, written
@@ -59,7 +59,7 @@ GroupShape.PER_TOKEN = GroupShape(1, -1)  # type: ignore[attr-defined]
 GroupShape.PER_CHANNEL = GroupShape(-1, 1)  # type: ignore[attr-defined]
 
 
-@teaches
+@names_wrong_argument
 def scaled_fp8_quant(
     input: Tensor,
     scale: Tensor | float | None = None,
@@ -74,12 +74,12 @@ def scaled_fp8_quant(
 
     Args:
         input: bf16, fp16 or fp32 ``[M, K]``, any strides.
-        scale: one number in any shape, or one for each group: static quantization; else the scale
-            is found.
+        scale: one number in any shape, or one for each group, for static quantization; without it,
+            the scale is dynamic.
         num_token_padding: the codes have at least this many rows; those beyond M are zero.
-        scale_ub: bounds amax from above; ignored with ``scale``, as there.
+        scale_ub: bounds amax from above; ignored with ``scale``, as in vLLM.
         use_per_token_if_dynamic: one scale per row instead of one for the tensor.
-        output: FP8, of the result's shape: the codes are written there.
+        output: FP8 of the result's shape, into which the codes are written.
         group_shape: elements per static scale, ``(rows, columns)`` with -1 for the whole extent;
             needed only if ``scale`` is a vector.
         output_dtype: of the codes, by default e4m3fn.
@@ -135,7 +135,7 @@ def _static(
     if rows == cols == -1:
         return functional.quantize(x, TENSOR, dtype=dtype, scale=as_number(scale, x.device)).data
     if rows == 1 and cols == MX.cols:
-        # groups of 32 elsewhere have bytes as scales: here each is a row of its own
+        # the core has E8M0 bytes as scales of 32 columns: for floats, each group becomes a row
         parts = _static(x.reshape(-1, cols), scale.reshape(-1, 1), (1, -1), dtype)
         return parts.view(x.shape)
     group = fp8_formats.GroupShape(max(x.shape[0], 1) if rows == -1 else rows, cols)
@@ -149,7 +149,7 @@ def _static(
     return functional.quantize(x, group, dtype=dtype, scale=scale.float().reshape(wanted)).data
 
 
-@teaches
+@names_wrong_argument
 def cutlass_scaled_mm(
     a: Tensor,
     b: Tensor,
@@ -199,7 +199,7 @@ def _by_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
     return (tuple(scale_a.shape), tuple(scale_b.shape)) == wanted
 
 
-@teaches
+@names_wrong_argument
 def cutlass_w8a8_scaled_mm(
     *,
     qinput: Tensor,
@@ -221,7 +221,7 @@ def cutlass_w8a8_scaled_mm(
         scale_b: of ``weight``, per tensor or per channel.
         bias: ``[N]`` or ``None``.
         output_shape: of the result; its elements are those of ``[M, N]``.
-        kwargs: ``input_2d``, the input before it was quantized; other words are ignored, as there.
+        kwargs: ``input_2d``, the input before it was quantized; others are ignored, as in vLLM.
 
     Returns:
         a tensor of ``output_shape``.
@@ -280,7 +280,7 @@ def dispatch_w8a8_scaled_mm(
         cutlass_fp8_supported: the first argument under its older name.
 
     Raises:
-        ValueError: for another backend.
+        ValueError: for an unknown backend.
 
     Example:
         >>> fp8kit.compat.dispatch_w8a8_scaled_mm("torch", False, True).__name__

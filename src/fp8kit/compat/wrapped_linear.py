@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8kit import functional
-from fp8kit.compat.arguments import teaches
+from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.shapes import with_scale
 from fp8kit.errors import InvalidType, InvalidValue, check_choice, check_switch, teach
 from fp8kit.formats import FLOATS, FP8_FORMATS, TENSOR
@@ -32,7 +32,7 @@ class FP8GemmOptions:
         cast_inputs: inputs that are not bf16 or fp16 are cast to bf16; otherwise the dense weight
             multiplies them.
         cast_output_back: the result of a cast input gets the input's dtype; otherwise it is bf16.
-        fp16_weight_storage: where the dense weight is: ``"keep"`` leaves the layer in
+        fp16_weight_storage: where the dense weight is: ``"keep"`` leaves the dense layer in
             ``FP8Linear.linear``; ``"cpu_offload"`` keeps its weight on the CPU; ``"discard"`` drops
             it as soon as there are codes.
         materialize_fp8_on_wrap: weights that are on a GPU are quantized at once.
@@ -69,11 +69,11 @@ DEFAULT_OPTIONS = FP8GemmOptions()
 class FP8Linear(nn.Module):
     """A linear layer whose FP8 weight is made at the first forward on a GPU.
 
-    On a CPU the dense weight multiplies. A dense weight that was kept and has changed, or an input
-    on another device, makes the FP8 weight anew. ``state_dict`` has ``linear.weight`` and
+    On a CPU it multiplies by the dense weight. The FP8 weight is made again if a kept dense weight
+    has changed, or the input is on another device. ``state_dict`` has ``linear.weight`` and
     ``linear.bias`` in the mode ``"keep"``, and otherwise ``weight`` and ``bias``, with
-    ``weight_scale`` once the dense weight is discarded. All of these are read in every mode, dense
-    weights and codes alike.
+    ``weight_scale`` once the dense weight is discarded. Every mode loads all of these names, with
+    dense weights or codes.
 
     Args:
         linear: bf16, fp16 or fp32.
@@ -110,10 +110,10 @@ class FP8Linear(nn.Module):
     def from_linear(
         cls, linear: nn.Linear, *, options: FP8GemmOptions = DEFAULT_OPTIONS
     ) -> FP8Linear:
-        """Wrap a layer; in the mode ``"keep"`` it is held as it is."""
+        """Wrap a layer, which stays as it is in the mode ``"keep"``."""
         return cls(linear, options=options)
 
-    @teaches
+    @names_wrong_argument
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``[..., N]`` from ``[..., K]``, in the dtype of ``x`` unless options differ."""
         if x.dtype not in _INPUTS:
@@ -171,7 +171,7 @@ class FP8Linear(nn.Module):
             self._made_from = _versions(source, bias)
 
     def fp8_layer(self, device: torch.device) -> Core:
-        """Return what multiplies on a device, made anew if it is not up to date."""
+        """Return the FP8 layer for a device, made again if it is not up to date."""
         if not self._is_current(device):
             self.materialize_fp8_weight(device)
         made = self._layer()
@@ -197,7 +197,7 @@ class FP8Linear(nn.Module):
         return None if made is None else made.weight_scale
 
     def __getattr__(self, name: str) -> Any:
-        """Guard the codes, which are no numbers, as ``fp8kit.Fp8Linear`` does."""
+        """Return codes as a guarded view, as ``fp8kit.Fp8Linear`` does: they are no numbers."""
         if name == "weight" and name in self.__dict__.get("_parameters", ()):
             layer = self._layer()
             if layer is not None:
@@ -229,7 +229,7 @@ class FP8Linear(nn.Module):
 
     def _follows(self, source: Tensor) -> bool:
         now = _versions(source, self._bias())
-        if UNCOUNTED in now[1::3]:  # made in inference mode: nobody tells when it changes
+        if UNCOUNTED in now[1::3]:  # made in inference mode: changes are not counted
             return False
         return len(now) == len(self._made_from) and all(
             a is b if isinstance(a, Tensor) else a == b
@@ -257,13 +257,13 @@ class FP8Linear(nn.Module):
         )
 
     def _hold(self, layer: Core) -> None:
-        """Show the Parameters of an FP8 layer as this layer's own."""
+        """Register the Parameters of an FP8 layer as this layer's own, too."""
         self.__dict__["_fp8"] = layer
         for name in _HELD:
             self._parameters[name] = layer._parameters.get(name)
 
     def _discarded(self) -> Core | None:
-        """Return the FP8 layer where it is all there is."""
+        """Return the FP8 layer if no dense weight is left; else ``None``."""
         return self._layer() if self._source() is None else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
@@ -286,7 +286,7 @@ class FP8Linear(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave codes to the FP8 layer, which knows how to pickle them."""
+        """Leave the codes out: the FP8 layer, which is in the state, pickles them."""
         state = dict(self.__dict__)
         held = {n: p for n, p in self._parameters.items() if n not in ("weight", "weight_scale")}
         return {**state, "_parameters": held}
@@ -333,7 +333,7 @@ class FP8Linear(nn.Module):
             missing_keys.append(prefix + "weight")
 
     def _adopt(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Rename entries to those of this mode; make of codes what this mode holds."""
+        """Rename entries to those of this mode, and convert codes to what this mode holds."""
         own, other = prefix, prefix + "linear."
         if self.linear is not None:
             own, other = other, own
@@ -412,7 +412,7 @@ def _is_current_gpu(device: torch.device, wanted: torch.device) -> bool:
 
 
 def _versions(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Return what tells that a tensor was written to or replaced, its data included."""
+    """Return facts that change when a tensor, or its data, is replaced or written to."""
     return tuple(
         fact
         for t in tensors

@@ -1,4 +1,4 @@
-"""Observe the inputs of layers on real data, for schemes with static input scales."""
+"""Observe the inputs of layers in a calibration run, and derive static input scales from them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def observe_amax(
 ) -> dict[str, Tensor]:
     """Run a model and record the largest input magnitude of each named layer.
 
-    The results are fp32 scalars. Raises ``ConversionError`` if a layer never ran, or saw NaN, an
-    infinity or nothing but zeros.
+    The results are fp32 scalars. Raises ``ConversionError`` if a layer never ran, or saw NaN,
+    infinities or only zeros.
     """
     amax: dict[str, Tensor] = {}
 
@@ -42,9 +42,9 @@ def observe_amax(
 def watching(
     model: nn.Module, names: Iterable[str], see: Callable[[str, Tensor, Tensor], None]
 ) -> Iterator[None]:
-    """Look at layers while a model runs.
+    """Watch layers while a model runs.
 
-    ``see`` gets the name of a layer, its input and its result at each call.
+    Each call of a layer calls ``see`` with the layer's name, input and result.
     """
 
     def watch(name: str) -> Callable[..., None]:
@@ -65,8 +65,8 @@ def watching(
 
 
 def eagerly() -> AbstractContextManager[object]:
-    """Run compiled models as eager ones: their code skips hooks that it was not compiled with."""
-    # without it nothing is compiled yet, and its import takes seconds
+    """Run compiled models eagerly: compiled code skips hooks that were added later."""
+    # if dynamo is not loaded, nothing is compiled; importing it would take seconds
     loaded = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
 
@@ -89,6 +89,6 @@ def _check_seen(names: list[str], amax: dict[str, float]) -> None:
 def input_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Turn an observed amax into a static input scale, fp32 ``[1, 1]``, for codes of a dtype."""
     floor = min_scale(TENSOR, dtype, "activation")
-    # a tensor as divisor: CUDA multiplies by the rounded reciprocal of a Python number
+    # divide by a tensor: for a Python number CUDA multiplies by its rounded reciprocal
     scale = amax / torch.full_like(amax, fp8_format(dtype).max)
     return scale.clamp(min=floor).reshape(1, 1)

@@ -27,7 +27,7 @@ _STATIC = "static input scales of experts come from a checkpoint, not from calib
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What decides about every layer of a model; ``include`` and ``exclude`` are as in ``plan``."""
+    """What every decision depends on; ``include`` and ``exclude`` are as in ``plan``."""
 
     obstacles: Eligibility
     scheme: Scheme
@@ -39,8 +39,8 @@ class Rules:
     ) -> Record:
         """Decide about a linear layer.
 
-        ``role`` is empty unless the defaults keep such layers; ``merged`` if engines run it as one
-        matrix with a layer that becomes FP8.
+        ``role`` is set if the defaults keep layers of that role. ``merged`` is true if engines run
+        the layer as one matrix with a layer that becomes FP8.
         """
         record = _record(module, names, tuple(as_linear(module).weight.shape))
         record.reason = exclusion(names, self.include, self.exclude, role)
@@ -79,8 +79,8 @@ class Rules:
 class Candidates:
     """The modules of a model that may become FP8.
 
-    ``names`` has all qualified names of every module, in model order; ``unknown`` says why other
-    modules of experts stay as they are.
+    ``names`` has all qualified names of every module, in model order. ``unknown`` has the modules
+    with stacks of experts that are not recognised, with the reason.
     """
 
     names: Mapping[nn.Module, list[str]]
@@ -89,7 +89,7 @@ class Candidates:
 
     @classmethod
     def of(cls, model: nn.Module) -> Candidates:
-        """Look through a model."""
+        """Find the candidates of a model."""
         names: dict[nn.Module, list[str]] = defaultdict(list)
         for name, module in model.named_modules(remove_duplicate=False):
             names[module].append(name)
@@ -99,14 +99,14 @@ class Candidates:
         return cls(names, stacks, {m: s for m, s in found.items() if isinstance(s, str)})
 
     def named(self) -> dict[str, nn.Module]:
-        """Return what patterns may name: linear layers, and modules of experts with their parts."""
+        """Return the names that patterns may match, of linear layers and experts, with modules."""
         linears = {n: m for m, names in self.names.items() if is_linear(m) for n in names}
         return linears | {
             n: m for m, s in self.stacks.items() for n in names_to_match(self.names[m], m, s)
         }
 
     def decide(self, model: nn.Module, rules: Rules) -> list[Record]:
-        """Decide about each, and name big matrices that are none of them."""
+        """Return a record of each candidate, and of other modules' large matrices."""
         records, roles = list[Record](), layer_roles(model)
         for module, names in self.names.items():
             if is_linear(module):
@@ -116,7 +116,7 @@ class Candidates:
                 records.append(rules.experts(module, names, self.stacks[module]))
             else:
                 records += bypassed(module, names[0], self.unknown.get(module, ""))
-        if rules.scheme.stored.weight == BLOCK:  # engines cannot cut blocks
+        if rules.scheme.stored.weight == BLOCK:  # engines cannot merge layers within a block
             return records
         fp8 = {name for r in records if r.action == "convert" for name in (r.name, *r.aliases)}
         return [

@@ -30,7 +30,7 @@ from fp8kit.modules.hooks import own_names
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import held_bytes
 
-# modules of Transformers and diffusers name here what a cast to 16 bits must leave alone
+# attributes in which modules of Transformers and diffusers list parameters that stay in fp32
 _KEPT = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 _DISPATCHED = (
     "accelerate dispatched the model and runs this layer by a hook; convert the model "
@@ -48,7 +48,8 @@ _PARTITIONED = (
     "DeepSpeed's ZeRO 3 has split its weight; convert the model within "
     "deepspeed.zero.GatheredParameters, before deepspeed.initialize"
 )
-# modules of torch that multiply by the weights of their layers without calling these
+_HOLD_NOTHING = (nn.Module, type, types.ModuleType, str, int, float, type(None))
+# modules of torch that read the weights of their layers without calling the layers
 _READERS: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: "multiplies by the weight itself, in one function for all of attention",
     nn.TransformerEncoderLayer: "has a fast path that reads the dense weight itself",
@@ -56,9 +57,9 @@ _READERS: dict[type[nn.Module], str] = {
 
 
 class Eligibility:
-    """What stands between the linear layers of a model and FP8.
+    """The reasons for which layers of one model cannot become FP8.
 
-    Its weights may be on the meta device.
+    The model's weights may be on the meta device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,8 +73,8 @@ class Eligibility:
     def of(self, names: Sequence[str], wanted: bool = False, merged: bool = False) -> str:
         """Return why a linear layer cannot become FP8; empty if it can.
 
-        ``wanted`` if it was asked for by its full name, ``merged`` if it runs as one matrix with a
-        layer that becomes FP8.
+        ``names`` are all its names. ``wanted`` if ``include`` has its full name, ``merged`` if
+        engines run it as one matrix with a layer that becomes FP8.
         """
         module = self._model.get_submodule(names[0])
         holders = {n: self._model.get_submodule(n.rpartition(".")[0]) for n in names}
@@ -124,7 +125,7 @@ class Eligibility:
         # gate, up and down of one expert are equally large
         return "" if wanted else size_obstacle(tuple(module.get_parameter(stacks.down).shape[1:]))
 
-    @torch.no_grad()  # a model made in inference mode has weights that autograd may not see
+    @torch.no_grad()  # autograd refuses the weights of a model made in inference mode
     def _of_stack(self, module: nn.Module, stack: str) -> str:
         weight = module.get_parameter(stack)
         if reason := self._of_owner(weight):
@@ -163,7 +164,7 @@ class Eligibility:
 
 
 def bypassed(module: nn.Module, name: str, reason: str = "") -> list[Record]:
-    """Report big matrices that are not in a linear layer, so that no skip can hide."""
+    """Report large matrices that are not in a linear layer, so that none is silently skipped."""
     if isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd)):
         return []
     return [
@@ -185,9 +186,9 @@ def _bypass(module: nn.Module, shape: Sequence[int]) -> str:
     if isinstance(module, nn.MultiheadAttention):
         return "nn.MultiheadAttention holds its projections in one parameter and multiplies itself"
     name = type(module).__name__
-    if not isinstance(module, getattr(nn, name, object)):  # a Linear of a library's own
+    if not isinstance(module, getattr(nn, name, object)):  # a library's class named as in torch
         name = f"{type(module).__module__}.{name}"
-    several = len(shape) == 3 and shape[0] > 1  # as an embedding of places has not
+    several = len(shape) == 3 and shape[0] > 1  # [1, N, K] is a position embedding
     hint = "; fp8kit.register_experts takes stacks of experts" if several else ""
     return f"a parameter of {name}, which is not an nn.Linear{hint}"
 
@@ -210,10 +211,10 @@ def _of_state(module: nn.Module) -> str:
 
 
 def _of_names_taken(module: nn.Module) -> str:
-    """Find what was hung on a layer under a name that an FP8 layer uses itself."""
+    """Return why attributes set on a layer forbid conversion: an FP8 layer uses their names."""
     held = {*vars(module), *module._buffers, *module._modules, *module._parameters}
     taken = held & own_names(Fp8Linear) - own_names(nn.Linear)
-    # methods that were set on the instance; how it is printed is for the FP8 layer to say
+    # methods set on the instance, except extra_repr, as FP8 layers print themselves
     taken |= vars(module).keys() & set(dir(nn.Linear)) - {"extra_repr"}
     return f"it has {some_of(sorted(taken))} of its own, and an FP8 layer too" if taken else ""
 
@@ -227,7 +228,7 @@ def _of_holder(holders: Iterable[nn.Module]) -> str:
 
 
 def _runs_forward_of(kind: type, cls: type) -> bool:
-    """Return whether a subclass may run the ``forward`` of a class, as far as names tell."""
+    """Return whether subclass ``cls`` may run the ``forward`` of ``kind``, as far as names tell."""
     below = [vars(c) for c in cls.__mro__[: cls.__mro__.index(kind)]]
     functions = (f for held in below for f in held.values() if isinstance(f, types.FunctionType))
     named = any("forward" in names_in(inspect.unwrap(f).__code__) for f in functions)
@@ -235,10 +236,10 @@ def _runs_forward_of(kind: type, cls: type) -> bool:
 
 
 def read_elsewhere(model: nn.Module, methods: bool = False) -> dict[nn.Module, str]:
-    """Find the layers of which code, an attribute or a buffer takes the weight, not the product.
+    """Find layers whose weight is read by code or held by an attribute or buffer elsewhere.
 
-    With ``methods`` those, too, of which an attribute holds one, such as ``forward``. Each comes
-    with the reason, as the end of a sentence. The model is neither run nor changed.
+    With ``methods`` also layers of which an attribute holds a method, such as ``forward``. The
+    reason of each is the end of a sentence. The model is neither run nor changed.
     """
     held = _held_in_parts(model).items()
     return {
@@ -248,9 +249,9 @@ def read_elsewhere(model: nn.Module, methods: bool = False) -> dict[nn.Module, s
 
 
 def _held_in_parts(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
-    """Find layers of which an attribute or buffer holds a method, or the weight or a view of it.
+    """Find layers of which an attribute or buffer holds a method, the weight, or a view of it.
 
-    Whatever holds the layer itself runs what it becomes; these stay those of its dense class.
+    A held layer is converted in place; a held method or weight would stay the dense layer's.
     """
     of_every_module = vars(nn.Module()).keys() - {"_buffers"} | {"extra_repr"}
     owners = {
@@ -259,6 +260,7 @@ def _held_in_parts(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
         if is_linear(module) and (weight := module._parameters.get("weight")) is not None
         for address in _addresses(weight)
     }
+    seen: dict[int, int] = {}
     return {
         (layer, part): f"{type(holder).__name__} holds its {part} in {attribute}, "
         "which stays dense; "
@@ -270,20 +272,23 @@ def _held_in_parts(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
         for holder in model.modules()
         for attribute, value in vars(holder).items()
         if attribute not in of_every_module
-        for layer, part in _parts_of_layers(value, owners)
+        for layer, part in _parts_of_layers(value, owners, seen)
     }
 
 
 def _parts_of_layers(
-    value: Any, owners: Mapping[int, nn.Module], depth: int = 3
+    value: Any, owners: Mapping[int, nn.Module], seen: dict[int, int], depth: int = 6
 ) -> Iterator[tuple[nn.Module, str]]:
-    """Give each layer that a value holds something of, with what; a list may hold itself."""
+    """Yield ``(layer, part)`` for parts of layers in a value.
+
+    ``depth`` bounds recursive values; ``seen`` maps the id of each searched object to its depth.
+    """
     if isinstance(value, weakref.ProxyTypes):
-        value = value.__repr__.__self__  # what it stands for
+        value = value.__repr__.__self__  # the object behind the proxy
     owner: Any = value.__self__ if isinstance(value, types.MethodType) else None
     if is_linear(owner):
-        if value.__func__ is not nn.Module.__call__:  # which looks forward up
-            yield owner, getattr(value, "__name__", "method")  # of a partial, which has none
+        if value.__func__ is not nn.Module.__call__:  # harmless: it looks forward up at each call
+            yield owner, getattr(value, "__name__", "method")  # a partial has no name
     elif isinstance(value, torch.Tensor):
         found = [owners[a] for a in _addresses(value) if a in owners]
         base = None if is_lazy(value) else value._base
@@ -291,14 +296,15 @@ def _parts_of_layers(
             whole = (owners[a] for a in _addresses(base) if a in owners)
             found += [m for m in whole if base.numel() == m.get_parameter("weight").numel()]
         yield from ((owner, "weight") for owner in found)
-    elif depth and not isinstance(value, (nn.Module, type, types.ModuleType)):
+    elif depth > seen.get(id(value), 0) and not isinstance(value, _HOLD_NOTHING):
+        seen[id(value)] = depth
         for part in _parts(value):
-            yield from _parts_of_layers(part, owners, depth - 1)
+            yield from _parts_of_layers(part, owners, seen, depth - 1)
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """Return what a container, a function or another plain object holds."""
-    if isinstance(value, dict):  # other mappings may load what they give, from a disk for one
+    """Return the values inside a container, a function or another plain object."""
+    if isinstance(value, dict):  # not any mapping: some load values from disk when asked
         return value.values()
     if isinstance(value, (list, tuple, Set, deque)):
         return value
@@ -308,11 +314,12 @@ def _parts(value: Any) -> Iterable[Any]:
         return (value.__self__,)
     if isinstance(value, types.FunctionType):
         return closure(value).values()
-    return getattr(value, "__dict__", {}).values()
+    slots = (name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()))
+    return *getattr(value, "__dict__", {}).values(), *(getattr(value, n, None) for n in slots)
 
 
 def _kept_in_float32(model: nn.Module) -> set[re.Pattern[str]]:
-    """Return patterns of parameters that modules of a model ask to be left in float32."""
+    """Return patterns for names of parameters that modules of a model list to stay in float32."""
     return {
         re.compile(rf"{re.escape(f'{name}.' if name else '')}(.*\.)?{re.escape(part)}(\.|$)")
         for name, module in model.named_modules()
@@ -322,7 +329,7 @@ def _kept_in_float32(model: nn.Module) -> set[re.Pattern[str]]:
 
 
 def _offloaded_in_groups(model: nn.Module) -> set[nn.Module]:
-    """Find modules whose weights diffusers loads when a group is called, from a disk for one."""
+    """Find modules whose weights diffusers loads when their group is called (group offloading)."""
     hooks = ((m, getattr(m, "_diffusers_hook", None)) for m in model.modules())
     leaders = [m for m, found in hooks if "group_offloading" in getattr(found, "hooks", ())]
     return {module for leader in leaders for module in leader.modules()}
@@ -338,7 +345,7 @@ def _tied_weights(model: nn.Module) -> set[int]:
 
 
 def _addresses(tensor: torch.Tensor) -> Iterator[int]:
-    """Give the address of a tensor, and that of its numbers, which views have in common."""
+    """Yield the id of a tensor and the address of its data, which whole views share."""
     yield id(tensor)
     plain = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
     valueless = tensor.is_meta or isinstance(tensor, FakeTensor) or is_lazy(tensor)

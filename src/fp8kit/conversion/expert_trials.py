@@ -1,7 +1,7 @@
-"""Try modules of stacked experts on random numbers, against what a description of them says.
+"""Try modules of stacked experts on random numbers, and compare them with an ``ExpertStacks``.
 
-A copy with small random stacks runs the class's own code, on values past every limit that it holds,
-on tokens for every expert and for one alone, on ids of no expert, in both modes and in 16 bits.
+A copy with small random stacks (the twin) runs the class's own code: on values beyond every limit
+that it has, tokens for every expert and for only one, ids of no expert, both modes and 16 bits.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor, nn
 from fp8kit.conversion.patterns import some_of
 from fp8kit.modules.expert_tensors import ExpertStacks
 from fp8kit.modules.stacked_experts import argument_names, own_gate
-from fp8kit.modules.trials import CopyError, contents, owned, row_factors, set_training
+from fp8kit.modules.trials import CopyError, contents, isolated_copy, row_factors, set_training
 from fp8kit.moe.activation import KINDS, Activation
 
 DOWN = "down_proj"
 ELSE = "whose forward computes something else"
-_HIDDEN, _INNER = 24, 20  # of the twin, which has as many experts: some may be unlike the others
+_HIDDEN, _INNER = 24, 20  # of the twin, which has all experts: one may differ from the others
 _TOKENS, _MOST_EXPERTS = 24, 1024
-_MANY_TOKENS = 384  # for small twins: no expert may take more
-# of the rows that are tried: past any bound that a class may set
+_MANY_TOKENS = 384  # for small twins: a capacity per expert would show
+# factors of the rows that are tried: beyond any clamp that a class may have
 _MAGNITUDES = (1.0, 30.0, 1e3, 1e5)
-_CLOSE = 1e-4  # of the largest result; two formulas differ by far more
+_CLOSE = 1e-4  # relative to the largest result of a row; two formulas differ by far more
 
 
 def layouts(module: nn.Module, up: str) -> Iterator[ExpertStacks]:
-    """List what the shapes of the stacks allow, with the gate's formula if it is known."""
+    """Yield the layouts that the stacks' shapes allow, with the gate's formula if it is known."""
     (e, a, b), (e_, c, d) = (module.get_parameter(n).shape for n in (up, DOWN))
     call = "sorted" if len(argument_names(type(module))) == 1 else "routed"
     told = getattr(module, "is_transposed", None)
@@ -50,11 +50,11 @@ def _formula(module: nn.Module, gated: bool) -> Activation | None:
     numbers = sorted(v for v in floats if 0 < v < math.inf)
     random = torch.Generator().manual_seed(0)
     z = torch.randn(_TOKENS, 2 * _INNER if gated else _INNER, generator=random)
-    z *= row_factors(_MAGNITUDES, len(z), each=2)  # limits are tried in every other row
-    z[::2] *= 2 * max([4.0, *numbers])  # past every limit
+    z *= row_factors(_MAGNITUDES, len(z), each=2)  # every other row is for limits
+    z[::2] *= 2 * max([4.0, *numbers])  # beyond every limit
     try:
         expected = gate(z.clone())
-    except Exception:  # whatever it wants, it is none of these
+    except Exception:  # a gate that cannot run like this is none of the candidates
         return None
     for candidate in _candidates(numbers, gated):
         if _close(expected, candidate(z)):
@@ -75,23 +75,23 @@ def _candidates(numbers: list[float], gated: bool) -> Iterator[Activation]:
 def difference(
     module: nn.Module, stacks: ExpertStacks, told: bool = False, small: bool = True
 ) -> str | None:
-    """Return how a module differs from a description of it; ``None`` if it cannot be tried.
+    """Return how a module differs from an ``ExpertStacks``; ``None`` if it cannot be tried.
 
-    The module is neither run nor changed. A description that was ``told`` is a user's, who knows
-    that no id is below zero; ``small`` tries a twin of few and small matrices, not one as large.
-    Raises ``CopyError`` if the module cannot be copied.
+    Empty if they agree. The module is neither run nor changed. ``told`` if a user registered the
+    ``ExpertStacks``: negative ids are then not tried. With ``small`` the twin has small matrices,
+    else the module's own sizes. Raises ``CopyError`` if the module cannot be copied.
     """
     try:
         found = _difference_in(module, stacks, told, small, torch.float32)
     except CopyError:
         raise
-    except Exception:  # whatever it does with what it does not know
+    except Exception:  # the class may need state or sizes that the twin lacks
         return None
     if found != ELSE or stacks.activation is not None:
         return found
-    try:  # a gate may magnify roundings of large numbers
+    try:  # a gate may magnify rounding errors of large numbers in fp32
         return _difference_in(module, stacks, told, small, torch.float64)
-    except Exception:  # it knows no such numbers
+    except Exception:  # it does not run in fp64
         return found
 
 
@@ -104,10 +104,11 @@ def _difference_in(
     tokens = experts * math.ceil((_MANY_TOKENS if small else _TOKENS) / experts)
     x = torch.randn(tokens, sides[0 if stacks.transposed else 1], generator=random, dtype=dtype)
     x *= row_factors(_MAGNITUDES, tokens, each=2)
-    usual = _everywhere(tokens, experts, random)
+    usual = _usual_routes(tokens, experts, random)
     if stacks.call == "sorted":
         usual = torch.arange(experts).repeat_interleave(tokens // experts).unsqueeze(1)
-    routes = {"": usual} | (_odd(usual, experts, told) if small and stacks.call != "sorted" else {})
+    odd = small and stacks.call != "sorted"
+    routes = {"": usual} | (_unusual_routes(usual, experts, told) if odd else {})
     set_training(twin, False)
     before = contents(twin)
     for what, ids in routes.items():
@@ -120,7 +121,7 @@ def _difference_in(
         except Exception:
             if not what:
                 raise
-            set_training(twin, False)  # it refuses what FP8 experts take
+            set_training(twin, False)  # it refuses ids that FP8 experts take: no contradiction
             continue
         if differs:
             return differs + what
@@ -131,7 +132,7 @@ def _difference_in(
     narrow = [t.bfloat16() if t.is_floating_point() else t for t in given]
     try:
         gives = type(module).forward(_twin(module, stacks, small, torch.bfloat16), *narrow).dtype
-    except Exception:  # it knows no such numbers, or no such ids
+    except Exception:  # it does not run in bf16, or not with these ids
         return ""
     return "" if gives == torch.bfloat16 else f"whose forward gives {gives} for bfloat16 tokens"
 
@@ -147,15 +148,15 @@ def _run_differs(twin: nn.Module, given: tuple[Tensor, ...], found: Tensor) -> s
     return ""
 
 
-def _everywhere(tokens: int, experts: int, random: torch.Generator) -> Tensor:
+def _usual_routes(tokens: int, experts: int, random: torch.Generator) -> Tensor:
     """Draw two experts for each token, or the only one, so that every expert has tokens."""
     first = torch.randperm(tokens, generator=random) % experts
     away = torch.randint(1, max(2, experts), (tokens,), generator=random)
     return torch.stack([first, (first + away) % experts], 1)[:, :experts]
 
 
-def _odd(ids: Tensor, experts: int, told: bool) -> dict[str, Tensor]:
-    """Return routes that few models take, by what they show; fewer where ``told`` of the class."""
+def _unusual_routes(ids: Tensor, experts: int, told: bool) -> dict[str, Tensor]:
+    """Return unusual ids, by the end of a sentence about them; no negative ones if ``told``."""
     some = torch.arange(len(ids)).unsqueeze(1) % 3 == 0
     one, other = torch.full_like(ids[:, :1], experts // 2), ids[:, :1]
     other = other.where(other != one, 0)
@@ -163,13 +164,13 @@ def _odd(ids: Tensor, experts: int, told: bool) -> dict[str, Tensor]:
     found = {most: one, past: ids.masked_fill(some, experts)}
     if experts > 1:
         found[f"{most} of two"] = torch.cat([one, other], 1)
-    if not told:  # they may index their stacks, in which -1 is the last
+    if not told:  # registered classes may index their stacks, where -1 is the last expert
         found["for ids below zero"] = ids.masked_fill(some, -1)
     return {f" {what}": ids for what, ids in found.items()}
 
 
 def _twin(module: nn.Module, stacks: ExpertStacks, small: bool, dtype: torch.dtype) -> nn.Module:
-    """Copy a module with experts of random weights: small ones, and sizes to match."""
+    """Copy a module with random stacks, small if ``small``, and set its sizes to match."""
     axes = (0, 2, 1) if stacks.transposed else (0, 1, 2)
     up, down = (tuple(module.get_parameter(n).shape[i] for i in axes) for n in stacks.names)
     e, h, i = down
@@ -204,11 +205,11 @@ def _twin(module: nn.Module, stacks: ExpertStacks, small: bool, dtype: torch.dty
 def _copied(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> nn.Module:
     config = vars(module).get("config")
     memo = {} if config is None else {id(config): _Eager(config)}
-    return owned(module, memo, _parameters=parameters)
+    return isolated_copy(module, memo, _parameters=parameters)
 
 
 class _Eager:
-    """The config of a module that computes with its class's own code."""
+    """A config that makes a module of Transformers compute with its class's own code."""
 
     _experts_implementation = "eager"
 

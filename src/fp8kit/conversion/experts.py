@@ -1,7 +1,7 @@
 """Recognise modules of stacked experts by their Parameters and a run on random numbers.
 
 A class does not declare the layout of its stacks or what its gate computes. Running its own
-``forward`` on a small copy shows both: the FP8 form must agree with it, anything else stays dense.
+``forward`` on a small copy shows both. A class with which the FP8 form does not agree stays dense.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from fp8kit.modules.stacked_experts import argument_names
 from fp8kit.modules.trials import CopyError, contents, on_trial
 
 _UP = ("gate_up_proj", "up_proj")
-_LARGEST_TWIN = 2**24  # numbers that are drawn for a class that runs in its own sizes alone
+_LARGEST_TWIN = 2**24  # elements of the copy of a class that runs only in its own sizes
 _REGISTERED: dict[type[nn.Module], Callable[[Any], ExpertStacks]] = {}
 
 
 def register_experts(
     module_class: type[nn.Module], describe: Callable[[Any], ExpertStacks]
 ) -> None:
-    """Let ``convert`` and ``load`` make FP8 experts of a class that they do not know by its form.
+    """Let ``convert`` and ``load`` make FP8 experts of a class that they do not recognise.
 
-    The class is tried all the same: if its ``forward`` computes something else than what is
-    described, it stays dense, and the report says so. If it cannot run on random numbers at all,
-    it is believed, with a warning.
+    The class is still tried on random numbers. If its ``forward`` computes something else than
+    ``describe`` says, it stays dense, and the report says so. If it cannot run on random numbers
+    at all, ``describe`` is trusted, with a warning.
 
     Args:
         module_class: a class of your own that holds all experts of a layer in two Parameters.
-        describe: gets a module of it, dense or on meta, and says how it holds its experts.
+        describe: returns the ``ExpertStacks`` of a module of it, dense or on meta; ``None`` skips.
 
     Raises:
         TypeError: if the class is no class of modules, or ``describe`` no function.
@@ -63,10 +63,10 @@ def register_experts(
 
 
 def recognize(module: nn.Module, tried: dict[Any, Any] | None = None) -> ExpertStacks | str | None:
-    """Return how a module holds its experts, why that is not known, or ``None`` if it has none.
+    """Return the stacks of a module of experts, or why it stays dense; ``None`` for other modules.
 
-    The module is not changed, and its Parameters may be on the meta device. ``tried`` has what came
-    of other modules, which alike ones are not tried again for.
+    The module is not changed, and its Parameters may be on the meta device. ``tried`` caches
+    results, so that modules alike are tried once.
     """
     if isinstance(module, ExpertTensors):
         return module.stacks
@@ -97,7 +97,7 @@ def recognize(module: nn.Module, tried: dict[Any, Any] | None = None) -> ExpertS
 
 
 def stacks_of(model: nn.Module, names: Iterable[str]) -> dict[str, ExpertStacks]:
-    """Return how modules hold their experts that were recognised before, by name."""
+    """Return the stacks of modules that were recognised before, by name."""
     tried: dict[Any, Any] = {}
     found = {name: recognize(model.get_submodule(name), tried) for name in names}
     return {name: cast(ExpertStacks, stacks) for name, stacks in found.items()}
@@ -129,7 +129,7 @@ def _unknown(module: nn.Module, up: str) -> ExpertStacks | str:
 
 
 def _checked(stacks: object, module: nn.Module) -> ExpertStacks | None:
-    """Refuse what does not describe a module."""
+    """Return what ``describe`` returned; raise if it does not fit the module."""
     if stacks is None:
         return None
     held = {n: tuple(p.shape) for n, p in module.named_parameters(recurse=False) if p.dim() == 3}
@@ -155,7 +155,7 @@ def _checked(stacks: object, module: nn.Module) -> ExpertStacks | None:
 
 
 def _believed(module: nn.Module, stacks: ExpertStacks) -> ExpertStacks | str:
-    """Try what was said of a module: on a small twin, and if that cannot run on one as large."""
+    """Try a registered description: on a small copy, or on one of full size if that cannot run."""
     differs = difference(module, stacks, told=True)
     if differs is None and sum(p.numel() for p in module.parameters(False)) <= _LARGEST_TWIN:
         differs = difference(module, stacks, told=True, small=False)
@@ -172,9 +172,9 @@ def _believed(module: nn.Module, stacks: ExpertStacks) -> ExpertStacks | str:
 
 
 def names_to_match(names: Sequence[str], module: nn.Module, stacks: ExpertStacks) -> list[str]:
-    """Name a module of experts as patterns may: by itself, its stacks, and its single experts.
+    """Return the names by which patterns select experts: the module's, its stacks', each expert's.
 
-    Checkpoints hold experts one by one, so that ``"*.experts.*"`` means them there.
+    Checkpoints hold experts one by one, where ``"*.experts.*"`` must select the same.
     """
     up, down = (module.get_parameter(name).shape for name in stacks.names)
     k = 1 if stacks.transposed and not isinstance(module, ExpertTensors) else 2

@@ -1,4 +1,4 @@
-"""Recognise norms, activations and feed-forwards that can write FP8; give their fused forms."""
+"""Recognise norms, activations and feed-forwards that can write FP8; make their fused forms."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from fp8kit.modules.fused_producers import (
 from fp8kit.modules.norm_formula import NormFormula
 from fp8kit.modules.plain_norm import NormForward
 from fp8kit.modules.rotary import RotaryForward, calls_rotary
-from fp8kit.modules.trials import on_trial, owned, set_training
+from fp8kit.modules.trials import isolated_copy, on_trial, set_training
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon")
 _RMS_FORMULAS = ((0.0, "stepwise"), (0.0, "once"), (1.0, "once"), (1.0, "stepwise"))
-# two orders of summation may round a few results apart; two formulas differ in a quarter of them
+# share of unequal results: another order of summation changes few, another formula a quarter
 _PROBED_DIFFERENCE = 0.02
-_PROBED = 2**14  # numbers
+_PROBED = 2**14  # elements
 _NORMS = "diffusers.models.normalization."
 _ADAPTIVE = {
     f"{_NORMS}AdaLayerNormZero": Modulation(6, 0, 1, (2, 3, 4, 5)),
@@ -45,9 +45,9 @@ def make_producer(
 ) -> Producer | None:
     """Return the fused form of a norm or activation, ``None`` if there is none.
 
-    A layer may read the activation ``concatenated``, see ``FusedActivation``.
+    ``concatenated`` is as in ``FusedActivation``.
     """
-    if "forward" in vars(module):  # offloading brings its weights only to this forward
+    if "forward" in vars(module):  # maybe offloading, which loads weights in this forward alone
         return None
     modulation = _ADAPTIVE.get(_full_name(module))
     if modulation is not None:
@@ -63,25 +63,25 @@ def make_producer(
     return None if formula is None else FusedNorm(module, formula, consumers)
 
 
-def make_plain(module: nn.Module) -> NormForward | None:
+def norm_forward(module: nn.Module) -> NormForward | None:
     """Return a ``forward`` for an RMS norm of a known library, ``None`` for any other module.
 
-    torch's own norms are one launch already.
+    torch's own norms need none: they are one launch already.
     """
     formula = recognize_norm(module) if may_own_forward(module) else None
     return None if formula is None or formula.kind != "rms_norm" else NormForward(module, formula)
 
 
-def make_rotary(module: nn.Module) -> RotaryForward | None:
+def rotary_forward(module: nn.Module) -> RotaryForward | None:
     """Return a ``forward`` for an attention with rotary embedding, ``None`` for other modules."""
     known = may_own_forward(module) and calls_rotary(type(module).forward)
     return RotaryForward(module) if known else None
 
 
 def may_own_forward(module: nn.Module) -> bool:
-    """Return whether a module has its class's ``forward``, of which a run tells all that it does.
+    """Return whether a trial run shows all that a module's ``forward`` does.
 
-    Classes of users may keep or read a state.
+    That holds for ``forward`` of known libraries' classes; users' classes may keep or read state.
     """
     known = type(module).__module__.startswith(("transformers.models.", "diffusers."))
     return known and "forward" not in vars(module)
@@ -94,25 +94,25 @@ def can_produce(module: nn.Module) -> bool:
 
 
 def computed_activation(module: nn.Module) -> str | None:
-    """Name the activation that a module is, also of half its columns, ``None`` if it is none."""
+    """Name the activation of a module, gated or not; ``None`` if it is none."""
     return activation_kind(module) or _gated_kind(module)
 
 
 def recognize_norm(norm: nn.Module) -> NormFormula | None:
     """Find out what a norm computes, by trying it on random numbers and weights.
 
-    Names do not say whether a weight is added to one, or where 16-bit results are rounded; one run
-    of the norm in bf16 does. It also shows that torch takes the epsilon of fp32, in which it
-    computes, where an ``nn.RMSNorm`` has none. The norm has a ``weight [K]`` or a
-    ``normalized_shape`` and a known epsilon; its Parameters may be on the meta device.
+    Names do not say whether one is added to a weight, or where 16-bit results are rounded; one run
+    of the norm in bf16 does. It also confirms that an ``nn.RMSNorm`` without epsilon uses that of
+    fp32, in which torch computes. Known are norms with a ``weight [K]`` or ``normalized_shape`` and
+    an epsilon named in ``EPSILONS``; their Parameters may be on the meta device.
     """
-    if norm._modules:  # a model may warn of each attribute that it is asked for
+    if norm._modules:  # a whole model may warn at each attribute that is read
         return None
     try:
         eps = next((e for n in EPSILONS if (e := getattr(norm, n, None)) is not None), None)
         weight = getattr(norm, "weight", None)
         shape = tuple(getattr(norm, "normalized_shape", getattr(weight, "shape", ())))
-    except Exception:  # a property that raises, a shape that is a number
+    except Exception:  # a property raised, or a shape is a number
         return None
     if eps is None and isinstance(norm, nn.RMSNorm):
         eps = torch.finfo(torch.float32).eps
@@ -132,10 +132,10 @@ def recognize_norm(norm: nn.Module) -> NormFormula | None:
                 n: None if p is None else nn.Parameter(_uniform(p.shape, random), False)
                 for n, p in norm._parameters.items()
             }
-            twin = owned(norm, _parameters=drawn)
+            twin = isolated_copy(norm, _parameters=drawn)
             x = 4 * _uniform((rows, *shape), random) - 4
             expected = type(norm).forward(twin, x.clone())
-    except Exception:  # it wants something else than one tensor, or is no norm at all
+    except Exception:  # it takes other arguments than one tensor, or is no norm
         return None
     for formula in formulas:
         if _differs(expected, _normed(formula, x, twin)) <= _PROBED_DIFFERENCE:
@@ -157,36 +157,36 @@ def fuse_feed_forward(module: nn.Module) -> FusedGatedMlp | FusedFeedForward | N
 
 
 def _is_gated(mlp: nn.Module) -> bool:
-    """Try whether a module computes ``down(act(gate(x)) * up(x))``, on random children."""
+    """Try whether a module computes ``down(act(gate(x)) * up(x))``, with stub children."""
     random = torch.Generator().manual_seed(0)
     stubs = {name: RandomChild(random) for name in mlp._modules}
     try:
         gate, up, down = (stubs[f"{part}_proj"] for part in ("gate", "up", "down"))
         with on_trial():
             x = torch.rand(2, 8, generator=random, dtype=torch.float64)
-            twin = owned(mlp, _modules=dict(stubs))
-            set_training(twin, True)  # so that a dropout shows
+            twin = isolated_copy(mlp, _modules=dict(stubs))
+            set_training(twin, True)  # a dropout then changes the result
             expected = type(mlp).forward(twin, x)
             found = down(stubs["act_fn"](gate(x)) * up(x))
-    except Exception:  # whatever it does with what it does not know, it is another module
+    except Exception:  # a module that cannot run with stubs computes something else
         return False
     return isinstance(expected, Tensor) and torch.equal(expected, found)
 
 
 def _gated_kind(module: nn.Module) -> str | None:
-    """Try whether a module multiplies one half of its columns by the activation of the first."""
+    """Return the activation of a module that computes ``act(first half) * second half``."""
     if list(module._modules) != ["gate_fn"] or module._parameters or module._buffers:
         return None
     kind, random = activation_kind(module._modules["gate_fn"]), torch.Generator().manual_seed(0)
     if kind is None:
         return None
-    # small and large, as a bound shows at large ones; 16 bits show where results are rounded
+    # large values show clamps, and bf16 shows where results are rounded
     x = torch.randn(2, 8, 8, generator=random) * 10.0 ** torch.arange(-3, 5)[:, None]
     for given in (x, x.bfloat16()):
         try:
             with on_trial():
                 expected = type(module).forward(module, given)
-        except Exception:  # whatever it does with another number of columns
+        except Exception:  # it may take another number of columns
             return None
         found = reference.activated(kind, *given.chunk(2, -1))
         if not isinstance(expected, Tensor) or expected.dtype != found.dtype:
@@ -197,7 +197,7 @@ def _gated_kind(module: nn.Module) -> str | None:
 
 
 def is_feed_forward(module: nn.Module) -> bool:
-    """Return whether a module is diffusers' ``FeedForward``, known wherever it is used."""
+    """Return whether a module is diffusers' ``FeedForward``, which is fused in any block."""
     return _full_name(module) == _FEED_FORWARD
 
 

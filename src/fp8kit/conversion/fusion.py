@@ -1,4 +1,4 @@
-"""Let layers share inputs, and norms and activations write FP8, where rules allow it."""
+"""Put fused norms, activations, feed-forwards and routers into a converted model, by ``Link``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FUSE = "Pass one of these words, or a mapping from blocks to rules for code of 
 
 
 def level(fuse: str | Mapping[str, Sequence[str]]) -> int:
-    """Rank what is fused: 0 for ``"none"``, 1 for ``"inputs"``, 2 for ``"all"`` or a mapping."""
+    """Return the level of fusion: 0 ``"none"``, 1 ``"inputs"``, 2 ``"all"`` or a mapping."""
     if isinstance(fuse, Mapping):
         return _LEVELS.index("all")
     check_choice("fuse", fuse, _LEVELS, _FUSE)
@@ -40,11 +40,11 @@ def user_links(
     rules: Mapping[str, Sequence[str]],
     run: Callable[[nn.Module], object] | None = None,
 ) -> list[Link]:
-    """Read what a user says about a dense model, and check it as far as that goes.
+    """Read and check a user's fusion rules for a dense model.
 
-    With ``run`` the rules are tried out. Raises ``ConversionError`` if a rule names what does not
-    exist or a producer that has no fused form, names a layer of another group, or does not hold in
-    the run.
+    With ``run`` the rules are also tried in a run. Raises ``ConversionError`` if a rule names a
+    module that does not exist or a producer without a fused form, puts a layer into a second group,
+    or does not hold in the run.
     """
     links = given_links(model, rules)
     _check_apart(links)
@@ -81,7 +81,7 @@ def _check_apart(links: Sequence[Link]) -> None:
 def idle_links(
     model: nn.Module, links: Iterable[Link], scheme: Scheme, converted: Sequence[str]
 ) -> list[str]:
-    """Say of each link why it changes nothing: an unfit scheme, or layers that stay dense."""
+    """Return a note for each link without effect: layers that stay dense, or an unfit scheme."""
     notes = []
     for link in links:
         layers = {name: model.get_submodule(name) for name in link.layers}
@@ -102,11 +102,11 @@ def idle_links(
 
 
 def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
-    """Let norms, activations and feed-forwards write FP8 where it is known who reads them.
+    """Let norms, activations and feed-forwards write FP8 where all their readers are known.
 
-    Known are the blocks of ``model_families.BLOCKS``, diffusers' ``FeedForward``, and what users
-    say of their models. Routers beside experts in FP8 choose in one kernel. Gives the names of the
-    modules that were replaced.
+    Readers are known in blocks of ``model_families.BLOCKS``, in diffusers' ``FeedForward``, and by
+    users' rules (``links``). Routers beside FP8 experts get one kernel for their choice, RMS norms
+    and rotary embeddings one launch. Returns the names of all modules that were changed.
     """
     replaced: list[str] = []
     families = family_links(model)
@@ -127,13 +127,13 @@ def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
         fused_producer = _producer(model, link)
         if fused_producer is not None and link.producer is not None:
             model.set_submodule(link.source, fused_producer)
-            # now that it is there, so that a wrapper around it, or a move, is noticed
+            # again, with the fused producer in its place: a wrapper around it is then noticed
             group = fused_producer.consumers.group
             fused_producer.consumers = Consumers(group, link.unchanged(model))
             replaced.append(link.source)
     if any(isinstance(module, (Fp8Linear, ExpertTensors)) for module in model.modules()):
         for name, module in model.named_modules():
-            own = fusible_modules.make_plain(module) or fusible_modules.make_rotary(module)
+            own = fusible_modules.norm_forward(module) or fusible_modules.rotary_forward(module)
             if own is not None:
                 set_forward(module, own)
                 replaced.append(name)

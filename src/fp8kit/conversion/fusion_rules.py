@@ -1,9 +1,9 @@
 """Which module feeds which layers: in blocks whose code is known, and by users' own rules.
 
-A link is written as in ``"norm1 -> attn.q attn.k attn.v"``: the norm or activation ``norm1`` of a
-block is read by these three linear layers of it, in this order, and by nothing else. In
-``"act +> out"``, of known blocks, the layer reads it behind as many other columns as the layer
-gives. Without an arrow, ``"attn.k attn.v"``, the layers read one tensor. Paths start at the block.
+``"norm1 -> attn.q attn.k attn.v"`` is a link: these three linear layers of a block, in this order,
+and nothing else, read the result of its norm or activation ``norm1``. ``"act +> out"``, in known
+blocks only, means that ``out`` reads ``act`` behind other columns, as many as ``out`` returns. In a
+link without arrow, ``"attn.k attn.v"``, the layers read one tensor. Paths start at the block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp8kit.conversion.model_families import BLOCKS
 from fp8kit.conversion.patterns import check_expression, names_block, some_of
 from fp8kit.errors import ConversionError, InvalidType, InvalidValue
 
-# what the code on the way reads the tensor for unless it is off; checked where it exists
+# settings on the path that must be off, where they exist: else other code reads the tensor, too
 _OFF: dict[str, tuple[object, ...]] = {
     "fused_projections": (False,),
     "spatial_norm": (None,),
@@ -41,11 +41,11 @@ _PROCESSORS = (
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Layers of one block that read one tensor, and what makes it.
+    """Layers of one block that read one tensor, and the module that computes it.
 
     ``block`` is empty for the model itself. ``producer`` and ``consumers`` are paths in the block,
-    the latter in call order; without a producer only sharing is known. ``family`` if it was found
-    in ``BLOCKS``, not given by a user. ``concatenated`` if it is read behind other columns.
+    consumers in call order; without a producer they only share an input. ``family`` is true for a
+    link of ``BLOCKS``, false for a user's. ``concatenated`` is true for ``+>``.
     """
 
     block: str
@@ -75,7 +75,7 @@ class Link:
 
     @property
     def source(self) -> str:
-        """Qualified name of the producer, of the block if there is none."""
+        """Qualified name of the producer; of the block, if the link has no producer."""
         return self.name(self.producer or "")
 
     @property
@@ -84,7 +84,7 @@ class Link:
         return tuple(map(self.name, self.consumers))
 
     def unchanged(self, model: nn.Module) -> list[tuple[nn.Module, str, object]]:
-        """Return ``(module, attribute, value)`` of the ways from the block to what it links."""
+        """Return ``(module, attribute, value)`` on the paths from the block to linked modules."""
         found: dict[tuple[int, str], tuple[nn.Module, str, object]] = {}
         for path in (*self.consumers, *filter(None, [self.producer])):
             module = model.get_submodule(self.block)
@@ -97,7 +97,7 @@ class Link:
 
 
 def family_links(model: nn.Module) -> list[Link]:
-    """Return the links of every block whose code is known and set up as it was read."""
+    """Return the links of every block whose code is known and has the settings it was read for."""
     links = []
     for name, module in model.named_modules():
         full = f"{type(module).__module__}.{type(module).__qualname__}"
@@ -118,18 +118,18 @@ def _is_as_read(model: nn.Module, link: Link) -> bool:
         if name == "processor" and type(value).__name__ not in _PROCESSORS:
             return False
     if link.consumers == ("attn2.to_q",):
-        # without encoder states attn2 attends to itself, and then to_k reads the norm as well
+        # without encoder states attn2 is self-attention, so that to_k reads the norm as well
         to_q, to_k = _at(block, "attn2.to_q"), _at(block, "attn2.to_k")
         return getattr(to_q, "in_features", 0) != getattr(to_k, "in_features", 0)
     return True
 
 
 def given_links(model: nn.Module, rules: Mapping[str, Sequence[str]]) -> list[Link]:
-    """Read a user's links: patterns of blocks, as ``names_block`` reads them, to rules.
+    """Return the links of a user's rules, which are listed by patterns of blocks (``names_block``).
 
-    Raises ``ConversionError`` if a pattern matches no module, or a path names nothing or no linear
-    layer, ``ValueError`` for a rule that cannot be read, and ``TypeError`` for one rule where a
-    list is due.
+    Raises ``ConversionError`` if a pattern matches no module, or a path no linear layer;
+    ``ValueError`` if a rule cannot be parsed; and ``TypeError`` for a single rule instead of a
+    list.
     """
     names = [name for name, _ in model.named_modules()]
     links = []
@@ -176,11 +176,10 @@ def _check_paths(model: nn.Module, link: Link) -> None:
 def verify_links(
     model: nn.Module, links: Iterable[Link], run: Callable[[nn.Module], object]
 ) -> None:
-    """Run a model with NaN in place of what each producer gives, as it will be once fused.
+    """Run a model with NaN in place of each producer's result, as it will run once fused.
 
-    The layers behind the producer get the real tensor; whatever else reads it comes upon NaN.
-    Raises ``ConversionError`` naming what read the tensor, which layer got another one, or what
-    never ran.
+    The consumers get the real tensor; any other reader gets NaN. Raises ``ConversionError`` if
+    there is another reader, a consumer got another tensor, or a producer never ran.
     """
     checked = [link for link in links if link.producer is not None]
     watch = _RunWatch(model, checked)
@@ -194,7 +193,7 @@ def verify_links(
 
 
 class _RunWatch:
-    """Hooks that swap tensors for NaN and back, and see where NaN arrives."""
+    """Hooks that swap tensors for NaN and back, and look for NaN in all inputs and results."""
 
     def __init__(self, model: nn.Module, links: Sequence[Link]) -> None:
         self.links = links
@@ -211,7 +210,7 @@ class _RunWatch:
             self.handles.append(module.register_forward_hook(self._outputs(name, module)))
 
     def check(self) -> None:
-        """Raise what the run has shown to be wrong."""
+        """Raise ``ConversionError`` for the first violation that the run has shown."""
         if self.stray is not None:
             name, live = self.stray
             where = name or "the model"
@@ -254,7 +253,7 @@ class _RunWatch:
 
     def _outputs(self, name: str, module: nn.Module) -> Callable[..., Any]:
         producer = name in {k.source for k in self.links}
-        waits = producer and computed_activation(module) is not None  # for the layer behind it
+        waits = producer and computed_activation(module) is not None  # its consumer computes it
 
         def hook(_: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
             parts = out if isinstance(out, tuple) else (out,)

@@ -1,6 +1,6 @@
-"""What is known of models by their names: one table for conversion, checkpoints and engines.
+"""Names of layers and classes with a known meaning: tables for conversion, checkpoints, engines.
 
-Everything else is found by inspecting a model or shapes; this table holds what cannot be found.
+They hold only what cannot be found by inspecting a model or shapes.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ _QKV = ("q_proj", "k_proj", "v_proj")
 _TO_QKV = ("to_q", "to_k", "to_v")
 _ADDED_QKV = ("add_q_proj", "add_k_proj", "add_v_proj")
 GATE_UP = ("gate_proj", "up_proj")
-_W1_W3 = ("w1", "w3")  # Llama's own names, and Mixtral's of an expert; w2 is the down projection
+_W1_W3 = ("w1", "w3")  # names of Meta's Llama, and of Mixtral's experts; w2 is the down projection
 
-# children of one module that read one tensor, in the order in which they are called
+# children of one module that read one tensor, in call order
 SIBLINGS = (_QKV, _TO_QKV, _ADDED_QKV, GATE_UP, _W1_W3)
 # the same in cross attention, where queries read another tensor than keys and values
 CROSS_SIBLINGS = (_QKV[1:], _TO_QKV[1:], _ADDED_QKV[1:])
@@ -32,12 +32,12 @@ STACKED: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 # the layers of an expert under the names of Mixtral
 MIXTRAL_PARTS = dict(zip((*GATE_UP, "down_proj"), (*_W1_W3, "w2"), strict=True))
-# of linear attention (Qwen3.5): what engines merge, and the layers it is made of
+# linear attention (Qwen3.5): a layer that engines merge, and the layers it is made of
 OF_DELTA_NET = {
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
-# layers that serving engines merge into one, which then has one kind of weight
+# layers that serving engines merge into one, so that all of them are FP8 or none is
 MERGED_BY_ENGINES = (
     *(_QKV, GATE_UP, _W1_W3, ("q_a_proj", "kv_a_proj_with_mqa")),
     *(("query", "key", "value"), ("c_fc_0", "c_fc_1")),  # BERT's, and the gate and up of EXAONE
@@ -52,19 +52,19 @@ _JOINT = (
     "norm1 -> attn.to_q attn.to_k attn.to_v",
     "norm1_context -> attn.add_q_proj attn.add_k_proj attn.add_v_proj",
 )
-# whose single blocks concatenate attention and feed-forward
+# families of diffusers whose single blocks concatenate attention and feed-forward
 _CONCATENATING = (
     *("flux", "chroma", "bria", "bria_fibo", "longcat_image", "motif_video"),
     *("hunyuan_video", "hunyuanimage"),
 )
-# mixtures of experts among them have the first link alone
+# in the mixtures of experts among them only the first link applies
 _PLAIN_FAMILIES = (
     *("llama", "mistral", "ministral", "ministral3", "mixtral"),
     *("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "granite", "helium", "smollm3"),
     *("ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "glm4_moe", "gpt_oss", "starcoder2"),
 )
-# full class names of blocks, as patterns, to the links that their code was read to have; a link is
-# written as `fusion_rules` reads it
+# patterns of full class names of blocks, and the links that reading their code has shown; a link is
+# written as `fusion_rules` defines
 BLOCKS: dict[str, tuple[str, ...]] = {
     **{f"transformers.models.{family}.*DecoderLayer": _PLAIN for family in _PLAIN_FAMILIES},
     **{f"transformers.models.{family}.*DecoderLayer": _SANDWICH for family in ("gemma2", "gemma3")},

@@ -1,4 +1,4 @@
-"""Notes of a report about a whole model: what to know about the layers that become FP8."""
+"""Sentences for the notes of a ``Report``, about the whole model or many of its layers."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _FEW_AND_MANY = (16, 4096)  # rows for which a backend may decode weights
 def mx_numbers(
     place: str, capability: tuple[int, int] | None, asked: Scheme, experts: bool = False
 ) -> Iterator[str]:
-    """Say what numbers MX layers compute with on a device, and whether it multiplies MX itself.
+    """Say in which number formats MX layers compute on a device, and if its cores multiply MX.
 
-    ``capability`` is ``None`` for what is no CUDA device; ``asked`` is the scheme that was named.
+    ``capability`` is ``None`` for devices other than CUDA; ``asked`` is the scheme that was named.
     """
     if asked.stored != SCHEMES["MXFP8"]:
         return
@@ -57,7 +57,7 @@ def decoded_weights(
 ) -> Iterator[str]:
     """Say which layers decode their weights for every matmul.
 
-    ``rows`` are the row counts that they will serve, if that is known.
+    ``rows`` are the row counts that the layers will serve, ``None`` if unknown.
     """
     rows = rows or _FEW_AND_MANY
     slow: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
@@ -83,7 +83,7 @@ def decoded_weights(
 
 
 def not_measured(device: str, dtype: torch.dtype, names: Sequence[str]) -> str:
-    """Say which layers become FP8 without times that say whether they gain."""
+    """Say which layers become FP8 although no measured times show whether they gain."""
     dense, remedy = "bf16", "`fp8kit tune` measures them on a GPU."
     if dtype not in TIMED_DTYPES:
         dense = str(dtype).removeprefix("torch.")
@@ -95,7 +95,7 @@ def not_measured(device: str, dtype: torch.dtype, names: Sequence[str]) -> str:
 
 
 def slower_at(counts: Sequence[int], names: Sequence[str]) -> str:
-    """Say at which row counts layers that become FP8 are slower than they were."""
+    """Say at which row counts layers become slower by FP8."""
     return (
         f"At m={', '.join(map(str, counts))} bf16 is faster than FP8 for {some_of(names)}. "
         "Name the row counts that you serve (m=[1, 64]) to leave out what is slower there."

@@ -20,22 +20,29 @@ SMALLEST_SIDE = 64
 SMALLEST_WEIGHT = 128 * 128
 TOWERS = ("vision tower", "audio tower")
 _ROUTER = "MoE router"
-# beside one of these a gate multiplies what is computed, and chooses no expert
+# beside a layer of these names, `gate` is the gate of a gated layer, not a router
 _GATED = ("up", "fc1", "value", "v_proj", "to_v", "wv", "qkv")
 _PROTECTED = (
     (
-        # a stack of blocks is no head, whatever its name
+        # numbered blocks below such a name are no head
         r"(\w+_)?(lm_heads?|audio_heads|class_head|classifier)(?!\.\w*[a-z]\w*\.\d+\.\w)|to_logits|"
         r"(mlp|linear|logits?)_head|output_head|output_projection|logits_dense|score|"
-        r"embed_out|lm_loss|qa_outputs|cls_score|bbox_pred|aux_head|aux\d|AuxLogits|"
-        r"predictions\.decoder|pred_layer\.proj|heads?\.(head|fc|linear)|joint\.head",
+        r"embed_out|lm_loss|qa_outputs|cls_score|class_embed|bbox_pred|aux_head|aux\d|AuxLogits|"
+        r"predictions\.decoder|pred_layer\.proj|heads?\.(head|fc|linear)|joint\.head|"
+        r"downstream_head\d",
         "output head",
+    ),
+    # boxes, and where deformable attention looks
+    (
+        r"(\w+_)?bbox_(embed|head|predictor)(\.\d+)?\.layers\.\d+|box_head\.(dense|layer)\d|"
+        r"reg_branches|sampling_offsets",
+        "coordinates",
     ),
     (r"(text|visual|vision|image|audio)_projection", "output projection"),
     (
         r"(\w+_)?embed_tokens\w*|word_embeddings|(\w+_)?patch_(to_)?(embed|proj)\w*|pos_embed\w*|"
-        r"label_emb|(\w+_)?x_embedders?|img_in|txt_in|caption_projection|"
-        r"(context|condition|caption|cap|label|class)_embedder",
+        r"label_emb|(\w+_)?x_embedders?|(img|txt|cond)_in|caption_projection|(\w+_)?text_embeddings?|"
+        r"(context|condition|caption|cap|label|class|speaker|genre)_embedder|context_embed",
         "embedding",
     ),
     (
@@ -56,7 +63,7 @@ _PROTECTED = (
         "modulation",
     ),
     (r"\w*hyper_connection\w*", "mixing of residual streams"),
-    # how fast a state fades; too few rows for the 128x128 blocks of engines, which merge them
+    # decay of a state; engines merge these layers, which have too few rows for 128x128 blocks
     (r"linear_attn\.in_proj_(a|b|ba)", "gate of linear attention"),
     (r"(\w+_)?(vision_tower|vision_model|visual)", TOWERS[0]),
     (r"(\w+_)?projector|language_projection", "projector"),
@@ -67,13 +74,13 @@ _PROTECTED = (
     ),
     (r"lora_A|lora_B|lora_embedding\w*", "adapter"),
 )
-# each describes whole components of a name: `scores` is no `score`
+# words match whole components of a name: `scores` is no `score`
 DEFAULT_EXCLUDE: tuple[tuple[str, str], ...] = (
     *((f"re:(.*\\.)?({words})(\\.|$)", role) for words, role in _PROTECTED),
     ("re:proj_in$", "embedding"),
     (
         "re:((_orig_mod|module|model)\\.)*(proj_out(_\\d+)?|(all_)?final_layer.*|final_linear|"
-        "out_layer(\\..*)?|proj_to_clip_embeddings|head|output)$",
+        "out_layer(\\..*)?|proj_to_clip_embeddings|head|output|_heads\\..*)$",
         "final projection",
     ),
 )
@@ -89,10 +96,10 @@ def matches(pattern: str, name: str) -> bool:
 def names_block(pattern: str, name: str) -> bool:
     """Return whether a pattern of a fusion rule selects a qualified name.
 
-    A block holds modules whose names only add components to its own, so that a ``*`` which crossed
-    dots would select them too. Here each component of a glob stands for one of the name, counted
-    from its end, and an expression after ``re:`` describes the whole name. The pattern ``""`` is
-    the model itself.
+    A ``*`` does not cross dots here: the names of modules inside a block start with the block's, so
+    it would select these, too. Each component of a glob matches one component of the name, counted
+    from the end; an expression after ``re:`` must match the whole name. The pattern ``""`` is the
+    model itself.
     """
     if pattern.startswith("re:"):
         return re.fullmatch(pattern[3:], name) is not None
@@ -106,9 +113,9 @@ def names_block(pattern: str, name: str) -> bool:
 def chosen(
     argument: str, given: Sequence[str] | Choice | None, layers: Iterable[tuple[str, nn.Module]]
 ) -> Sequence[str] | None:
-    """Return patterns for what a function chooses among layers, or the patterns that were given.
+    """Return given patterns, or patterns for the layers that a given function chooses.
 
-    Raises ``ConversionError`` if the function chooses none, ``TypeError`` for a class.
+    Raises ``ConversionError`` if the function chooses no layer, ``TypeError`` for a class.
     """
     if isinstance(given, type):
         raise InvalidType(
@@ -126,12 +133,12 @@ def chosen(
             f"It is asked with each name and layer, such as {some_of([n for n, _ in layers])}.",
             "Return True for the layers that are meant.",
         )
-    # an expression, because a full name alone would lift the defaults
+    # expressions, because full names would lift the default exclusions
     return [_OfFunction(f"re:{re.escape(name)}$") for name in found]
 
 
 class _OfFunction(str):
-    """A pattern for what a function chose; reports name the function."""
+    """A pattern for a layer that a function chose; in reports it reads "the function"."""
 
     __slots__ = ()
 
@@ -142,9 +149,9 @@ class _OfFunction(str):
 def check_patterns(
     argument: str, patterns: Sequence[str], names: list[str], dense: Sequence[str] = ()
 ) -> None:
-    """Refuse a string or a function for a list, and a pattern that matches no name.
+    """Refuse a string or a function instead of a list, and a pattern that matches no name.
 
-    Modules in ``dense`` stay dense anyway, and may be named all the same.
+    ``names`` are those of layers. Patterns may also match ``dense``, modules that stay dense.
     """
     if callable(patterns):
         raise InvalidType(
@@ -194,11 +201,11 @@ def check_expression(argument: str, pattern: str) -> None:
 
 
 def roles_by_name(names: Iterable[str]) -> dict[str, str]:
-    """Return why the defaults keep layers in high precision, as far as names tell.
+    """Return the roles of layers that the defaults keep in high precision, as far as names tell.
 
-    A tower is kept where it feeds another model. Where all that would be left is protected too, the
-    tower is the model itself, and only what is protected inside it is kept. ``names`` are those of
-    all linear layers of one model; the result has what layers do that the defaults keep.
+    ``names`` are those of all linear layers of one model; layers without such a role are left out.
+    A tower is protected where it feeds another model. If every layer outside towers is protected as
+    well, the tower is the model itself, and only layers with another role inside it are kept.
     """
     names = dict.fromkeys(names)
     found = {
@@ -222,7 +229,7 @@ def _beside_gated(name: str, names: Collection[str]) -> bool:
 def exclusion(
     names: Sequence[str], include: Sequence[str] | None, exclude: Sequence[str] | None, role: str
 ) -> str:
-    """Return why a layer is not considered; empty if it is."""
+    """Return why patterns or the defaults (by ``role``) leave a layer out; empty if they do not."""
     if include is not None and not any(matches(p, n) for p in include for n in names):
         return "not in include"
     for pattern in exclude or ():
@@ -235,24 +242,24 @@ def exclusion(
 
 
 def size_obstacle(shape: tuple[int, ...]) -> str:
-    """Say that a weight of this shape is too small to gain from FP8; empty if it is not."""
+    """Return why a weight of this shape is too small to gain from FP8; empty if it is not."""
     if min(shape) < SMALLEST_SIDE or math.prod(shape) < SMALLEST_WEIGHT:
         return f"too small to gain: a side under {SMALLEST_SIDE} or under {SMALLEST_WEIGHT} weights"
     return ""
 
 
 def merged_siblings(name: str) -> list[str]:
-    """Return the names of the layers that engines merge with a layer, as q, k and v."""
+    """Return the names of the layers that engines merge with a layer, such as q, k and v."""
     parent, dot, last = name.rpartition(".")
     group = next((g for g in MERGED_BY_ENGINES if last in g), ())
     return [f"{parent}{dot}{other}" for other in group if other != last]
 
 
 def _closest(pattern: str, names: Sequence[str]) -> str:
-    """Offer a name, or the last part of one, for a pattern that matches none."""
+    """Return a hint for a pattern that matches nothing: a similar name, or last part of one."""
     if pattern.startswith("re:"):
         return ""
-    if "," in pattern:  # no name has one
+    if "," in pattern:  # no name has a comma
         return " Give each pattern by itself."
     bare = pattern.strip("*.")
     endings = dict.fromkeys(n.rpartition(".")[2] for n in names)

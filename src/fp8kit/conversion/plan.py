@@ -39,12 +39,12 @@ class Plan:
     """Decisions about a model that have not been carried out.
 
     Args:
-        model: the model they are about.
-        scheme: what its layers would become.
+        model: the model that was planned.
+        scheme: the scheme that its layers would get.
         report: one record per layer; ``print(plan)`` shows it as a table.
         calibrate: runs the model on representative data, or ``None``.
         fuse: as in ``plan``.
-        links: what ``fuse`` says about this model, if it is a mapping.
+        links: the parsed rules of ``fuse``, if it is a mapping.
 
     Example:
         >>> plan = fp8kit.plan(model, "FP8_BLOCK", exclude=["*.head"])
@@ -67,7 +67,7 @@ class Plan:
 
         Args:
             weight_storage: what happens to the dense weights: ``"discard"``, ``"cpu_offload"``
-                (kept in host memory) or ``"keep"``; kept ones are ``layer.original_weight``.
+                (moved to host memory) or ``"keep"``; kept ones are ``layer.original_weight``.
 
         Returns:
             The report of what was done.
@@ -77,7 +77,7 @@ class Plan:
             ValueError: for an unknown ``weight_storage``.
 
         Warns:
-            UserWarning: if no layer becomes FP8, and none was before.
+            UserWarning: if no layer becomes FP8, and none was FP8 before.
         """
         report = self._carry_out(weight_storage)
         warn_of_nothing(report, self.fuse)
@@ -87,7 +87,7 @@ class Plan:
         remedy = "Pass one of these; 'discard' frees the dense weights."
         check_choice("weight_storage", weight_storage, STORAGES, remedy)
         recording = torch.is_grad_enabled()
-        # what is made in inference mode takes no other weights, and passes no gradient on
+        # layers made in inference mode could not load other weights or pass gradients on
         with torch.inference_mode(False), torch.set_grad_enabled(recording):
             replacement.replace_layers(
                 self.model, self.scheme, self.report, self.calibrate, weight_storage
@@ -111,24 +111,24 @@ def plan(
 ) -> Plan:
     """Decide which layers become FP8, without changing anything.
 
-    Every ``nn.Linear``, every ``Conv1D`` of Transformers, and every module of stacked experts whose
-    ``forward`` computes what its form says, is considered, except what the safe defaults protect:
-    output heads, embeddings, MoE routers, time and modulation projections, vision towers, layers
-    too small to gain, tied weights, layers that the model keeps in float32 or whose weight the code
-    around them casts, and subclasses of ``nn.Linear`` that compute something else, which a run on
-    random numbers shows, or have methods or attributes of their own.
+    Considered are every ``nn.Linear``, every ``Conv1D`` of Transformers, and every module of
+    stacked experts whose ``forward`` is recognised. The safe defaults protect output heads,
+    embeddings, MoE routers, time and modulation projections and vision towers. Layers too small to
+    gain stay dense, and so do tied weights, layers that the model keeps in float32 or whose weight
+    the code around them reads, and subclasses of ``nn.Linear`` that compute something else (which
+    a run on random numbers shows) or have methods or attributes of their own.
 
     Args:
         model: any module; weights may be on the meta device.
         scheme: a preset name or a ``Scheme``.
-        include: patterns; only layers that match one are considered. A pattern that names a layer
-            in full lifts the default exclusions for it, however small it is, and asks for a
-            subclass of ``nn.Linear`` that has methods or attributes of its own. Or a function of a
-            name and a module.
+        include: patterns; only layers that match one are considered. A pattern that is a layer's
+            full name lifts the default exclusions for it, also those of small layers and of
+            subclasses of ``nn.Linear`` with methods or attributes of their own. Or a function
+            ``include(name, module)`` that returns True for layers to consider.
         exclude: patterns, added to the safe defaults; an empty list switches the defaults off. Or
-            a function ``exclude(name, module)`` that returns True for layers to leave alone.
-        strict: raise if a considered layer cannot be converted, or no layer would become FP8,
-            instead of reporting it.
+            a function ``exclude(name, module)`` that returns True for layers to leave dense.
+        strict: raise, instead of reporting it, if a considered layer cannot be converted, or no
+            layer would become FP8.
         calibrate: runs the model on representative data, e.g. ``lambda model: model(batch)``.
             Static schemes take their input scales from it, and layers that it calls one after
             another with the same tensor share one quantization; without it, siblings are known by
@@ -136,15 +136,15 @@ def plan(
         fuse: ``"inputs"`` lets layers with one input quantize it once; ``"all"`` also lets the
             norms and activations before them write FP8, where the model's code is known; ``"none"``
             keeps every layer on its own. For code of your own, a mapping from a pattern of blocks
-            to what is read by which layers in them, and by nothing else, in call order:
+            to rules: the norm or activation, and the only layers that read it, in call order:
             ``{"layers.*": ["norm -> attn.q attn.k attn.v", "act -> fc2", "cross.k cross.v"]}``;
-            ``calibrate`` then shows whether it is true. In a pattern of blocks ``*`` stays within
-            one component: ``"layers.*"`` is ``layers.0`` to ``layers.11``, also below a dotted
-            prefix, and nothing inside them; what follows ``"re:"`` is the whole name.
+            a run of ``calibrate`` checks the rules. In a pattern of blocks ``*`` stays within one
+            component: ``"layers.*"`` is ``layers.0`` to ``layers.11``, also below a dotted prefix,
+            and nothing inside them; an expression after ``"re:"`` must match the whole name.
         m: row counts (tokens in a call) that the layers will serve, e.g. ``[1, 64]`` for decoding,
-            ``[1, 4096]`` for decoding and prefill. A layer that bf16 serves faster at any of them,
-            by the measured times of its GPU, is left alone. Without ``m`` only layers that FP8
-            makes faster at no row count are. Where nothing was measured the report says so.
+            ``[1, 4096]`` for decoding and prefill. A layer stays dense if bf16 is faster at any of
+            them, by the measured times of its GPU. Without ``m`` a layer stays dense if FP8 is
+            faster at no measured row count. Where nothing was measured the report says so.
 
     A pattern of layers is a glob on the qualified name or on any dotted suffix of it
     (``"*.mlp.*"``, ``"o_proj"``), where ``*`` crosses dots, or ``"re:"`` and a regular expression
@@ -158,7 +158,7 @@ def plan(
             row count no integer.
         ValueError: if the scheme or ``fuse`` is unknown, or a row count is not positive.
         ConversionError: if a pattern matches no layer, ``strict`` finds a layer that cannot be
-            converted, or a fusion rule names what does not exist or does not hold.
+            converted, or a fusion rule does not hold or names a module that does not exist.
 
     Example:
         >>> print(fp8kit.plan(model, exclude=["*.o_proj"]))
@@ -227,10 +227,10 @@ def convert(
         m: as in ``plan``.
         weight_storage: as in ``Plan.apply``.
         copy: leave the model as it is and convert a deep copy, which is ``report.model``; dense
-            weights that the copy would discard are not copied.
+            weights that the conversion discards are not copied.
 
     Returns:
-        What was converted, what was skipped and why, the bytes before and after; and the copy.
+        A ``Report``: what was converted or skipped and why, bytes before and after; the copy.
 
     Raises:
         TypeError: as ``plan`` raises it.
@@ -238,7 +238,7 @@ def convert(
         ConversionError: as ``plan`` and ``Plan.apply`` raise it; the model is then unchanged.
 
     Warns:
-        UserWarning: if no layer becomes FP8, and none was before.
+        UserWarning: if no layer becomes FP8, and none was FP8 before.
 
     Example:
         >>> print(fp8kit.convert(model, "FP8_DYNAMIC"))
@@ -257,7 +257,7 @@ def convert(
     if copy:
         decided.model = replacement.copied(model, decided.report, weight_storage)
     report = decided._carry_out(weight_storage)
-    report.model = decided.model if copy else None  # it must not keep alive what others drop
+    report.model = decided.model if copy else None  # a report must not keep a user's model alive
     warn_of_nothing(report, fuse)
     return report
 
@@ -295,9 +295,9 @@ def refuse_static(scheme: Scheme) -> None:
 
 
 def warn_of_nothing(report: Report, fuse: str | Mapping[str, Sequence[str]] = "all") -> None:
-    """Warn the caller of the caller that no layer is FP8, or none in the scheme asked for.
+    """Warn, at the caller's caller, that no layer is FP8, or none in the scheme asked for.
 
-    Who has rules of fusion may have come for these alone.
+    With fusion rules the latter is no reason to warn: the call may be for these alone.
     """
     if nothing := report.nothing():
         warnings.warn(nothing, stacklevel=3)

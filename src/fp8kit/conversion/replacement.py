@@ -1,4 +1,4 @@
-"""Carry out a plan: turn each planned layer of a model into its FP8 form, in place."""
+"""Carry out a plan: turn each planned layer of a model into an FP8 layer, in place."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def replace_layers(
     calibrate: Callable[[nn.Module], object] | None,
     weight_storage: str,
 ) -> None:
-    """Turn the planned layers of a model into FP8; it is unchanged if that cannot be.
+    """Turn the planned layers of a model into FP8 layers, after all checks and calibration.
 
-    The report learns which form MX weights got. Raises ``ConversionError`` as ``Plan.apply`` does.
+    Records get the form of MX weights as reason. Raises ``ConversionError`` before any change.
     """
     experts = _unchanged_experts(model, report)
     _check_values(model, report)
     scales = _input_scales(model, scheme, report, calibrate)
-    form, scheme = mx_forms.named_form(scheme), scheme.stored  # rebased below, by what that changes
+    form, scheme = mx_forms.named_form(scheme), scheme.stored  # settle() rebases below
     for module, stacks in experts:
         convert_experts(module, stacks, scheme, weight_storage)
     made: dict[str, Fp8Linear | ExpertTensors] = {}
@@ -50,7 +50,7 @@ def replace_layers(
             layer.keep(kept.to("cpu") if weight_storage == "cpu_offload" else kept)
         layer.transposed = is_conv1d(module)
         layer.qualified_name = record.name
-        mx_forms.settle({record.name: layer}, form)  # before the model has it, for interrupts
+        mx_forms.settle({record.name: layer}, form)  # before become(): an interrupt is harmless
         made[record.name] = become(module, layer)
     for record in report.stacks:
         held = model.get_submodule(record.name)
@@ -62,7 +62,7 @@ def replace_layers(
 
 
 def copied(model: nn.Module, report: Report, weight_storage: str) -> nn.Module:
-    """Copy a model whose dense weights are about to be discarded, without copying these."""
+    """Copy a model for conversion, without copying dense weights that will be discarded."""
     memo: dict[int, object] = {}
     if weight_storage == "discard":
         names = [f"{r.name}.weight" for r in report.linears]
@@ -73,7 +73,7 @@ def copied(model: nn.Module, report: Report, weight_storage: str) -> nn.Module:
 
 
 def _unchanged_experts(model: nn.Module, report: Report) -> list[tuple[nn.Module, ExpertStacks]]:
-    """Check that layers are what they were when planned; return the experts and their stacks."""
+    """Check that layers are as planned; return the modules of experts with their stacks."""
     linears = {r.name: model.get_submodule(r.name) for r in report.linears}
     changed = [n for n, m in linears.items() if isinstance(m, Fp8Linear) or not is_linear(m)]
     experts, tried = [], dict[Any, Any]()
@@ -94,7 +94,7 @@ def _unchanged_experts(model: nn.Module, report: Report) -> list[tuple[nn.Module
 
 
 def refuse_empty_weights() -> None:
-    """Refuse to lose values: within accelerate's block new Parameters go to the meta device."""
+    """Refuse to convert under ``init_empty_weights``, where new Parameters lose their values."""
     probe = nn.Module()
     probe.register_parameter("made", nn.Parameter(torch.empty(0, device="cpu")))
     if probe.get_parameter("made").is_meta:

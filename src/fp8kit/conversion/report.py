@@ -18,7 +18,7 @@ _MIB = 2**20
 
 
 def tied_to(parameter: str) -> str:
-    """Return why a layer stays dense that has the weight of another, which is named."""
+    """Return the reason for a layer whose weight is tied to ``parameter``."""
     return f"its weight is tied to {parameter}"
 
 
@@ -52,11 +52,11 @@ class Record:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the layer was FP8 before."""
+        """Whether the layer was FP8 already before the conversion."""
         return self.kind == "Fp8Linear" or (self.experts > 0 and self.reason == ALREADY)
 
     def skip(self, reason: str, warning: bool = False) -> None:
-        """Leave a layer as it is that was to become FP8."""
+        """Turn the decision to convert this layer into a skip."""
         self.action, self.reason, self.warning = "skip", reason, warning
         self.bytes_after = self.bytes_before
 
@@ -67,11 +67,11 @@ class Report:
 
     Args:
         scheme: name of the scheme.
-        records: one per layer that was looked at, in model order.
+        records: one per layer that was examined, excluded ones too, in model order.
         model_bytes_before: size of all parameters and buffers before.
         notes: sentences about the whole model.
         groups: names of layers that share one quantized input, in call order.
-        fused: names of norms, activations, routers and others with fused kernels, once converted.
+        fused: names of norms, activations, routers and others that got fused kernels.
         model: the converted copy of the model, if one was asked for.
 
     Example:
@@ -89,17 +89,17 @@ class Report:
 
     @property
     def converted(self) -> list[Record]:
-        """Records of the layers that FP8 takes over."""
+        """Records of the layers that become FP8."""
         return [r for r in self.records if r.action == "convert"]
 
     @property
     def linears(self) -> list[Record]:
-        """Records of the linear layers that FP8 takes over."""
+        """Records of the linear layers that become FP8."""
         return [r for r in self.converted if not r.experts]
 
     @property
     def stacks(self) -> list[Record]:
-        """Records of the modules of experts that FP8 takes over."""
+        """Records of the modules of experts that become FP8."""
         return [r for r in self.converted if r.experts]
 
     @property
@@ -129,14 +129,14 @@ class Report:
         )
 
     def reasons(self) -> str:
-        """Return the most frequent reasons for which layers stay as they are, with counts."""
+        """Return the three most frequent reasons of skipped layers, with counts."""
         found = Counter(r.reason for r in self.skipped).most_common(3)
         return ", ".join(f"{reason} ({count})" for reason, count in found) or "it holds none"
 
     def refuse_blocked(self) -> None:
-        """Do what ``strict`` asks for: refuse layers that should be converted and cannot be.
+        """Carry out ``strict``: raise if a considered layer cannot be converted.
 
-        Raises ``ConversionError`` that names them all, or if no layer would become FP8.
+        The ``ConversionError`` names all such layers. Raises it also if no layer would become FP8.
         """
         blocked = [r for r in self.skipped if r.warning]
         if blocked:
@@ -151,7 +151,7 @@ class Report:
             raise ConversionError(nothing)
 
     def summary(self) -> str:
-        """Say in one line how many layers, which scheme, and how many bytes."""
+        """Return one line: scheme, number of layers, and bytes before and after."""
         fp8 = [r for r in self.records if r.action == "convert" or r.is_fp8]
         high = self.model_bytes_before - sum(r.bytes_before for r in fp8)
         share = high / self.model_bytes_before if self.model_bytes_before else 0.0

@@ -1,8 +1,8 @@
 """The roles of linear layers that stay in high precision, such as output heads and routers.
 
-An output head, a projection of the time step or a vision tower is known by the class that holds it,
-in the libraries whose classes say so, and by its name elsewhere (``patterns.DEFAULT_EXCLUDE``).
-Classes are told by the names of their modules: no library is imported to look for its models.
+A role follows from the class that holds the layer, in libraries whose classes tell, and from the
+layer's name elsewhere (``patterns.DEFAULT_EXCLUDE``). Classes are recognised by their names and
+those of their Python modules: no library is imported to look for its models.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from fp8kit.modules.dense import as_linear, is_linear
 from fp8kit.modules.libraries import is_transformers
 
 _HEAD, _PROJECTOR = "output head", "projector"
-_OF_PLACES = re.compile(r"pos|wpe$")  # embeddings of where a word stands
-# fields of a config that say how many values its task, or one of its tasks, has
+_OF_PLACES = re.compile(r"pos|wpe$")  # names of position embeddings
+# fields of a config with the number of output values of a task
 _COUNT = re.compile(r"(\w+_)?vocab_size|num_(\w+_)?labels")
 _SENSES = {
     "pixel_values": TOWERS[0],
@@ -33,13 +33,13 @@ _PREPARING = (
     (re.compile(r"Ada(LayerNorm|GroupNorm|LN)|Modulation|NormZero|NormContinuous"), "modulation"),
     (re.compile(r"Embed(ding|der|s)?s?$|TextProjection$|ImageProjection$"), "embedding"),
 )
-# classes of whatever code whose linear layers see a condition, one row for all tokens
+# classes, in any code, whose linear layers read a condition: one row for all tokens
 _CONDITIONED = re.compile(
     r"Ada(ptive)?_?(Layer|RMS|Group|Instance)?_?(Norm|Scale)|Ada[LIG]N|FiLM|"
     r"Mapping(Net|FeedForward)|TimestepBlock$"
 )
 _TIMED = re.compile(r"Time([sS]teps?)?(?!Series)([A-Z]\w*)?Embed(d(ing|er))?s?(ND)?_?$")
-# names of what a model of diffusers begins and ends with; inside its blocks they mean other things
+# names of the first and last layers of a diffusers model; inside its blocks they mean other layers
 _ENDS = (
     (re.compile(r"proj_in$"), "embedding"),
     (
@@ -52,9 +52,9 @@ _ENDS = (
 
 
 def layer_roles(model: nn.Module) -> dict[str, str]:
-    """Return which linear layers the defaults keep in high precision, and what they do.
+    """Return the roles of the linear layers that the defaults keep in high precision, by name.
 
-    Every name of a shared layer is there. Weights may be on the meta device.
+    A layer that is used under several names has each of them. Weights may be on the meta device.
     """
     linears = {n: m for n, m in model.named_modules(remove_duplicate=False) if is_linear(m)}
     found = roles_by_name(linears)
@@ -80,9 +80,9 @@ def layer_roles(model: nn.Module) -> dict[str, str]:
 
 
 def _conditioned(module: nn.Module) -> Iterator[str]:
-    """Find what turns a condition into shifts and scales, in code of any library.
+    """Find child layers that turn a condition into shifts and scales, in code of any library.
 
-    DiTs and U-Nets write it as an activation and one layer, whose result may get another shape.
+    DiTs and U-Nets write them as an activation, one layer, and maybe a reshape.
     """
     if _CONDITIONED.search(type(module).__name__):  # it may hold a whole block, too
         yield from (name for name, child in module.named_children() if is_linear(child))
@@ -93,7 +93,7 @@ def _conditioned(module: nn.Module) -> Iterator[str]:
 
 
 def _words_as_outputs(model: nn.Module, linears: Mapping[str, nn.Module]) -> list[str]:
-    """Return the one layer outside all blocks that turns an embedding back into words."""
+    """Return the output head outside all blocks, found by the shape of a word embedding."""
     named = model.named_modules()
     words = [m for n, m in named if isinstance(m, nn.Embedding) and not _OF_PLACES.search(n)]
     tables = [m.weight for m in words]
@@ -102,7 +102,7 @@ def _words_as_outputs(model: nn.Module, linears: Mapping[str, nn.Module]) -> lis
         for name, linear in linears.items()
         for weight in [as_linear(linear).weight]
         if any(weight.shape == t.shape for t in tables)
-        and not is_traceable_wrapper_subclass(weight)  # has no address, and is kept anyway
+        and not is_traceable_wrapper_subclass(weight)  # has no address, and stays dense anyway
         and (weight.is_meta or all(weight.data_ptr() != t.data_ptr() for t in tables))  # tied
         and not any(part.isdecimal() for part in name.split(".")[:-1])
     ]
@@ -110,7 +110,7 @@ def _words_as_outputs(model: nn.Module, linears: Mapping[str, nn.Module]) -> lis
 
 
 def _outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Return the models of diffusers that are not part of another one."""
+    """Yield the diffusers models that are not part of another diffusers model."""
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
         mixin = any(c.__name__ == "ModelMixin" for c in type(module).__mro__)
@@ -124,7 +124,7 @@ def _joined(*parts: str) -> str:
 
 
 def _assign(found: dict[str, str], linears: Iterable[str], path: str, role: str) -> None:
-    """Give a role to a layer and to all layers below a path; an empty role takes it away."""
+    """Set the role of layers at or below a path that have none; an empty role removes theirs."""
     for name in linears:
         if not path or name == path or name.startswith(f"{path}."):
             if role:
@@ -160,7 +160,7 @@ def _output_embeddings(module: Any) -> object:
 
 
 def _output_sizes(config: Any) -> set[int]:
-    """Return how many values a task has: words and classes, and classes with one for none."""
+    """Return the output sizes of a config's tasks: words, classes, and classes plus "none"."""
     words, labels = (getattr(config, name, None) for name in ("vocab_size", "num_labels"))
     fields = getattr(config, "__dict__", {})
     counts = [value for name, value in fields.items() if _COUNT.fullmatch(name)]
@@ -169,7 +169,7 @@ def _output_sizes(config: Any) -> set[int]:
 
 
 def _towers(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Find what sees or hears for a language model, and what connects the two."""
+    """Find the vision and audio towers of a language model, and the projectors behind them."""
     senses = {n: _sense(m) for n, m in module.named_children()}
     speaks = [n for n, m in module.named_children() if _main_input(m) == "input_ids"]
     if _main_input(module) != "input_ids" or not speaks or not any(senses.values()):
@@ -182,7 +182,7 @@ def _towers(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _sense(module: nn.Module) -> str:
-    """Return which tower a model is; empty for one that takes text, or holds one that does."""
+    """Return which tower a model is; empty if it, or a model inside it, takes text."""
     speaks = any(_main_input(m) == "input_ids" for m in module.modules())
     return "" if speaks else _SENSES.get(_main_input(module), "")
 
@@ -209,7 +209,7 @@ def _in_timm(module: Any) -> Iterator[tuple[str, str]]:
 
 
 def _in_torchvision(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Find the end of a classifier; that its other layers lie in a ``classifier`` says nothing."""
+    """Find the last layer of a classifier; its other layers lose the role of their name."""
     *_, last = ("", *(n for n, _ in module.named_children()))
     if last in ("fc", "classifier", "head", "heads"):
         end = module.get_submodule(last)
@@ -219,9 +219,17 @@ def _in_torchvision(module: nn.Module) -> Iterator[tuple[str, str]]:
             yield _joined(last, linears[-1]), _HEAD
 
 
+def _in_audiocraft(module: nn.Module) -> Iterator[tuple[str, str]]:
+    if type(module).__name__ == "LMModel":  # of MusicGen, and of Moshi
+        yield "linears", _HEAD
+        yield "text_linear", _HEAD
+
+
 _LIBRARIES = {
     "transformers": _in_transformers,
     "diffusers": _in_diffusers,
     "timm": _in_timm,
     "torchvision": _in_torchvision,
+    "audiocraft": _in_audiocraft,
+    "moshi": _in_audiocraft,
 }

@@ -1,4 +1,4 @@
-"""Recognise routers that can choose in one kernel."""
+"""Recognise routers by trials, and let them choose experts in one kernel."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor, nn
 from fp8kit.conversion.fusible_modules import may_own_forward
 from fp8kit.modules.fused_router import BIAS, RouterFormula, RouterForward
 from fp8kit.modules.own_forward import set_forward, settings
-from fp8kit.modules.trials import on_trial, owned, set_training
+from fp8kit.modules.trials import isolated_copy, on_trial, set_training
 from fp8kit.moe import choice
 from fp8kit.moe.choice import Formula
 
-_ROWS = 64  # a choice within groups of experts differs in some of them
-_LEAST = -25.0  # a mean logit, for which a sum of sigmoids is far below one
-# a few roundings of a sum in another order; one rounding to 16 bits
+_ROWS = 64  # enough that a router which chooses within groups of experts differs in some rows
+_LEAST = -25.0  # the least mean logit: there a sum of sigmoids is far below one
+# relative error of weights: a few roundings of a sum in another order; one rounding to 16 bits
 _CLOSE = {torch.float32: 2**-20, torch.bfloat16: 2**-8}
 _PRODUCTS = ((False, False), (True, False), (False, True))  # wide, widened
 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A copy of a router on random numbers, what it was given, and what it gave."""
+    """A copy of a router with random weights, its random input, and its results."""
 
     twin: nn.Module
     x: Tensor
@@ -36,7 +36,7 @@ class _Trial:
 
 
 def fuse_routers(block: nn.Module, name: str) -> list[str]:
-    """Let the known routers of a block of experts choose in one kernel, and name them."""
+    """Let the recognised routers of a block choose in one kernel, and return their names."""
     fused = []
     for child, router in block.named_children():
         formula = recognize_router(router) if may_own_forward(router) else None
@@ -49,9 +49,9 @@ def fuse_routers(block: nn.Module, name: str) -> list[str]:
 def recognize_router(router: nn.Module) -> RouterFormula | None:
     """Find out what a router computes, by trying it on random numbers and weights.
 
-    It is known if it gives logits, weights and ids, in fp32 and in bf16, in training and in
-    evaluation: the bits of the logits, the experts, and the weights but for rounding. The router
-    has Parameters and buffers alone, which may be on the meta device.
+    A formula must agree in fp32 in training and in bf16 in evaluation: with equal bits of the
+    logits, the same experts, and weights equal up to rounding. The router must have only a
+    weight, a bias and a correction bias, which may be on the meta device; it is not changed.
     """
     weight, top_k = router._parameters.get("weight"), vars(router).get("top_k")
     others = {*router._parameters, *router._buffers} - {"weight", "bias", BIAS}
@@ -64,7 +64,7 @@ def recognize_router(router: nn.Module) -> RouterFormula | None:
                 last = trials[-1]
                 found = _run(last.twin, last.x.view(2, -1, last.x.shape[1]), *last.given)
                 flattens = all(map(_equal, found, (last.logits, last.weights, last.ids)))
-        except Exception:  # whatever it does with what it does not know, it is another module
+        except Exception:  # a module that cannot run like this is another router, or none
             continue
         formulas = _candidates(last, top_k, flattens)
         return next((f for f in formulas if all(_agrees(f, trial) for trial in trials)), None)
@@ -84,8 +84,8 @@ def _try(router: nn.Module, weight: Tensor, dtype: torch.dtype, given: bool) -> 
         for n, p in router._parameters.items()
     }
     buffers = {n: None if b is None else numbers[n] for n, b in router._buffers.items()}
-    twin = owned(router, _parameters=parameters, _buffers=buffers)
-    set_training(twin, dtype == torch.float32)  # so that noise in training shows
+    twin = isolated_copy(router, _parameters=parameters, _buffers=buffers)
+    set_training(twin, dtype == torch.float32)  # noise in training then shows
     more = (vectors["given"],) if given else ()
     return _Trial(twin, x.to(dtype), more, *_run(twin, x.to(dtype), *more))
 
@@ -117,8 +117,8 @@ def _agrees(formula: RouterFormula, trial: _Trial) -> bool:
     dtypes = (ids.dtype, weights.dtype) == (trial.ids.dtype, trial.weights.dtype)
     if not dtypes or ids.shape != trial.ids.shape or weights.shape != trial.weights.shape:
         return False
-    order, expected_order = ids.argsort(1), trial.ids.argsort(1)  # ids may come in any order
-    if trial.x.dtype != torch.float32:  # logits may be equal: any of their experts may be chosen
+    order, expected_order = ids.argsort(1), trial.ids.argsort(1)  # any order of ids is right
+    if trial.x.dtype != torch.float32:  # logits may tie, and either expert is right
         order, expected_order = weights.argsort(1), trial.weights.argsort(1)
     elif not _equal(ids.gather(1, order), trial.ids.gather(1, expected_order)):
         return False

@@ -1,4 +1,4 @@
-"""Find layers that read the same tensor, by the names models give them or by watching one run."""
+"""Find siblings, layers that read the same tensor, by their names or by watching one run."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def find_groups(
 ) -> list[tuple[str, ...]]:
     """Group layers that read one tensor: by links, then by watching ``run``, else by their names.
 
-    Links are what users say of their model; those of known families are added. Gives groups of two
-    or more names, in call order; no layer is in two of them.
+    ``links`` are users' fusion rules; those of known families are added. Returns groups of two or
+    more names, in call order; no layer is in two groups.
     """
     known = [link.layers for link in (*links, *family_links(model))]
     others = sibling_groups(model, names) if run is None else traced_groups(model, names, run)
@@ -45,7 +45,7 @@ def find_groups(
 
 
 def share_inputs(model: nn.Module, groups: Iterable[Sequence[str]]) -> None:
-    """Let each group of FP8 layers quantize its one input once.
+    """Give each group of FP8 layers a ``SharedInput``, which quantizes their input once.
 
     Names are in call order.
     """
@@ -57,7 +57,7 @@ def share_inputs(model: nn.Module, groups: Iterable[Sequence[str]]) -> None:
 
 
 def ungrouped(model: nn.Module) -> list[list[str]]:
-    """Name the FP8 layers of a model that could share their inputs and do not yet, by scheme."""
+    """Return the names of FP8 layers that may share inputs and have no group, one list a scheme."""
     found: dict[Scheme, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, Fp8Linear) and module.shared is None and can_share(module.scheme):
@@ -68,8 +68,8 @@ def ungrouped(model: nn.Module) -> list[list[str]]:
 def sibling_groups(model: nn.Module, names: Iterable[str]) -> list[tuple[str, ...]]:
     """Group layers by the usual names of siblings: q/k/v and gate/up.
 
-    In cross attention these are keys and values alone, which read another tensor. Gives groups of
-    two or more names with equal K, in call order.
+    In cross attention only keys and values are siblings: queries read another tensor. Returns
+    groups of two or more names with equal K, in call order.
     """
     allowed, groups = set(names), []
     for parent, module in model.named_modules():
@@ -83,9 +83,9 @@ def sibling_groups(model: nn.Module, names: Iterable[str]) -> list[tuple[str, ..
 
 
 def joined_shapes(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> list[tuple[int, int]]:
-    """Return the shapes of the matrices that siblings are multiplied as, for few rows.
+    """Return ``(N, K)`` of the joined weights by which siblings multiply few rows.
 
-    Shapes are ``(N, K)`` by name; siblings are told by their usual names.
+    ``shapes`` are ``(N, K)`` by name; siblings are recognised by their usual names.
     """
     tree = tree_of(shapes)
     groups = sibling_groups(tree, shapes) if can_share(scheme) else []
@@ -94,8 +94,8 @@ def joined_shapes(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> list
 
 
 def tree_of(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """Make a model on meta of bf16 layers without a bias, from their names and ``(N, K)``."""
-    # a file may name layers as no module could: by nothing, or by what modules have already
+    """Make a model of bf16 layers without bias, on meta, from their names and ``(N, K)``."""
+    # not add_module: names in files may be empty, or those of attributes of modules
     root = nn.Module()
     for name, (n, k) in shapes.items():
         *path, last = name.split(".")
@@ -114,8 +114,8 @@ def traced_groups(
 ) -> list[tuple[str, ...]]:
     """Group layers that one run called one after another with the same tensor object.
 
-    Gives groups of two or more names, in call order; a layer that was seen in two different groups
-    is in none.
+    Returns groups of two or more names, in call order; a layer that was seen in two different
+    groups is in none.
     """
     calls: list[list[str]] = []
     latest: list[Tensor] = []

@@ -1,12 +1,11 @@
-"""Leave in high precision what FP8 does not make faster.
+"""Leave layers in high precision that FP8 does not make faster, by measured times.
 
-A layer is judged only by the times of that exact layer in the table of its GPU; siblings that will
-share their input are judged together, because they run together.
+A layer is judged only by the times of layers of its shape in the table of its GPU. Siblings that
+will share their input are judged together, because they run together.
 
-It is judged at the row counts it will serve. Given row counts are a promise that no call gets
-slower: FP8 must win at each of them. Without them the layer stays FP8 if it wins at any that was
-measured; a layer on meta is then not judged, so that a checkpoint does not depend on the machine
-that makes it.
+If the user gives row counts, they are a promise that no call gets slower: FP8 must win at each of
+them. Without row counts the layer stays FP8 if it wins at any measured one. A layer on meta is then
+not judged, so that a checkpoint does not depend on the machine that makes it.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from fp8kit.matmul.problem import MATMUL_BACKENDS, linear_problem
 from fp8kit.modules.dense import linear_at
 from fp8kit.modules.joining import MOST_JOINED_ROWS, can_share, joined_shape, would_join
 
-_NO_DEVICE = "a device yet to be chosen"  # of layers on meta
-# rows from which decoding a weight takes longer than reading it in 16 bits saves: all but one of
-# 56 measured layers
+_NO_DEVICE = "a device yet to be chosen"  # for layers on meta
+# from so many rows on, decoding a weight costs more time than reading fewer bytes saves: measured
+# in all but one of 56 layers
 _DECODING_ROWS = 64
 
 
@@ -41,10 +40,10 @@ def leave_slower(
     rows: tuple[int, ...] | None,
     wanted: Sequence[str] = (),
 ) -> None:
-    """Turn planned conversions that would not pay into skips with a reason.
+    """Turn planned conversions that would not make a layer faster into skips with a reason.
 
-    Records and groups of the report are changed, and notes are added. Layers that are ``wanted`` by
-    name stay FP8 if ``rows``, the row counts that they will serve, are not known.
+    Changes records and groups of the report, and adds notes. ``rows`` are the row counts that the
+    layers will serve; if ``None``, layers whose full name is in ``wanted`` stay FP8.
     """
     records = {r.name: r for r in report.linears}
     grouped = {name for group in report.groups for name in group}
@@ -57,7 +56,7 @@ def leave_slower(
         weight = layers[0].weight
         if rows is None and (weight.is_meta or any(r.name in wanted for r in team)):
             continue
-        device = _serving(weight)
+        device = _serving_device(weight)
         verdicts = [
             _judge(layers, scheme, device, m)
             for m in rows or _measured_rows(layers, scheme, device)
@@ -66,7 +65,7 @@ def leave_slower(
         slower = [v for v in known if v.slower]
         asked = rows is not None or device.type == "cuda"
         if asked and (not known or len(known) < len(verdicts)):
-            unknown[_told(device), weight.dtype] += [r.name for r in team]
+            unknown[_device_name(device), weight.dtype] += [r.name for r in team]
         if slower and (rows is not None or len(slower) == len(known)):
             _skip(team, slower, known)
         elif slower:
@@ -78,16 +77,16 @@ def leave_slower(
 
 
 def leave_slower_by_name(report: Report, scheme: Scheme, rows: tuple[int, ...]) -> None:
-    """Do as ``leave_slower`` for layers of which only names and shapes are known.
+    """Do as ``leave_slower`` for bf16 layers of which only names and shapes are known.
 
-    They are bf16; siblings are told by their usual names.
+    Siblings are recognised by their usual names.
     """
     shapes = {record.name: record.shape for record in report.linears}
     tree = tree_of(shapes)
     if can_share(scheme):
         report.groups = sibling_groups(tree, shapes)
     leave_slower(tree, scheme, report, rows)
-    report.groups = []  # a checkpoint holds layers, whatever shares an input when they run
+    report.groups = []  # a checkpoint stores no groups
 
 
 def _skip(team: Sequence[Record], slower: Sequence[_Verdict], known: Sequence[_Verdict]) -> None:
@@ -98,14 +97,14 @@ def _skip(team: Sequence[Record], slower: Sequence[_Verdict], known: Sequence[_V
         record.skip(reason)
 
 
-def _serving(weight: torch.Tensor) -> torch.device:
-    """Return where a weight will be read; one on meta will go to the GPU, if there is one."""
+def _serving_device(weight: torch.Tensor) -> torch.device:
+    """Return the device that will read a weight; for one on meta the GPU, if there is one."""
     if weight.is_meta and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return weight.device
 
 
-def _told(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     if device.type == "meta":
         return _NO_DEVICE
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -113,9 +112,9 @@ def _told(device: torch.device) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """Whether bf16 is faster than FP8 for some layers at one row count.
+    """Whether bf16 is faster (``slower``) than FP8 for some layers at ``m`` rows.
 
-    A tie goes to the smaller weight. ``because`` has the times, or the rule.
+    A tie goes to FP8, the smaller weight. ``because`` has the times, or the rule.
     """
 
     m: int
@@ -126,7 +125,7 @@ class _Verdict:
 def _judge(
     layers: Sequence[nn.Linear], scheme: Scheme, device: torch.device, m: int
 ) -> _Verdict | None:
-    """Compare layers that share an input with their dense form; ``None`` without measured times."""
+    """Compare FP8 times of layers that share an input with dense ones; ``None`` without times."""
     joins = len(layers) > 1 and m <= MOST_JOINED_ROWS and would_join(scheme, layers)
     ran = [_choice(shape, layers[0], scheme, device, m) for shape in _run(layers, joins)]
     dense = [_choice(shape, layers[0], scheme, device, m).dense_us for shape in _run(layers, False)]
@@ -143,7 +142,7 @@ def _judge(
 
 
 def _measured_rows(layers: Sequence[nn.Linear], scheme: Scheme, device: torch.device) -> list[int]:
-    """Return the row counts at which a device has times of layers that share an input."""
+    """Return the row counts for which the table of a device has times of layers in a group."""
     kind = (scheme, layers[0].weight.dtype, device, False)
     joins = len(layers) > 1 and would_join(scheme, layers)
     shapes = {*_run(layers, joins), *_run(layers, False)}
@@ -158,7 +157,7 @@ def _measured_rows(layers: Sequence[nn.Linear], scheme: Scheme, device: torch.de
 
 
 def _run(layers: Sequence[nn.Linear], joined: bool) -> list[tuple[int, int]]:
-    """Return the shapes that are multiplied: one for siblings that are joined, else each."""
+    """Return ``(N, K)`` of the products that run: one for joined siblings, else one per layer."""
     if joined:
         return [joined_shape(layers)]
     return [(layer.out_features, layer.in_features) for layer in layers]

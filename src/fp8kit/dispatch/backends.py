@@ -1,11 +1,11 @@
-"""Ordered backends, the reason each one gives for declining, and the choice among them.
+"""Choose the backend of a call, by order and measured times, with a reason for each other one.
 
-A backend is a module that names its functions in ``BACKEND``, a ``Backend``. Loading one is the
-package's only lazy import, so a missing triton is a reason, not an exception.
+A backend implements one kind of problem: it is a module whose ``BACKEND`` is a ``Backend``. Backend
+modules are the package's only lazy imports, so a missing Triton is a reason, not an exception.
 
-Of the backends that support a problem the first in order runs, unless the times of
-``problem.measured()`` show that another one is faster. An unmeasured first one runs too: a table
-can only reorder backends that it has times for, and exclude those that it knows to be wrong.
+The first backend in order that supports a problem runs, unless ``problem.measured()`` has times
+that show another one to be faster. A first backend without a time runs too: a table can only
+reorder the backends that it has times for, and exclude those that gave wrong results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fp8kit.runtime.replay_cache import forget_choices
 # (name, path of its module, device types), the best first; no device types means any device
 BackendTable = tuple[tuple[str, str, tuple[str, ...]], ...]
 
-_EMULATED = (  # what was emulated is a matter of numbers, which schemes name
+_EMULATED = (  # emulating MX activations changes the numbers, so it is a scheme and no backend
     "Use scheme='MXFP8_EMULATED' for MX activations on a GPU without MX tensor cores. On one that "
     "has them, backend='triton_gemm' decodes both operands; for experts 'triton_experts'."
 )
@@ -32,18 +32,18 @@ _EMULATED = (  # what was emulated is a matter of numbers, which schemes name
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Backend:
-    """What dispatch asks of an implementation; each kind adds the functions that compute.
+    """The functions of a backend that dispatch calls; each kind adds those that compute.
 
-    All functions read the frozen problem alone, so that they can be tested for any device on a CPU.
+    All of them depend only on the frozen problem, so a CPU can test them for any device.
 
     Args:
-        supports: why it cannot compute a problem; ``None`` if it can, as by default.
-        configurations: names of ways to cut a problem among which measured times choose. ``run``
-            finds the chosen one in ``problem.configuration``, where an empty name leaves the choice
-            to the backend; ``None`` asks dispatch for any.
-        cut: in words, how a problem is cut on this machine; empty where there is nothing to tell.
-        pads: whether the weight is copied at every call.
-        yields_to: a backend that stands before it in the order for a problem, unless that one pads.
+        supports: gives the reason why a problem cannot be computed; ``None`` (default) if it can.
+        configurations: gives the names of tile configurations, among which measured times choose.
+            ``run`` finds the chosen one in ``problem.configuration``. An empty name there leaves
+            the choice to the backend; ``None`` lets dispatch choose among all.
+        cut: says how a problem is tiled on this machine; empty where there is nothing to tell.
+        pads: tells whether the weight is copied at every call.
+        yields_to: names a backend that goes before this one in the order, unless that one pads.
     """
 
     supports: Callable[[Any], str | None] = lambda _: None
@@ -58,12 +58,12 @@ class Choice:
     """Which backend computes a problem, how long it should take, and why the others do not.
 
     Args:
-        problem: what was asked, with the chosen configuration.
-        backend: the name that was chosen; empty if none fits.
-        implementation: of that name, ``None`` if none fits.
+        problem: the problem that was asked for, with the chosen configuration.
+        backend: the name of the chosen backend; empty if none fits.
+        implementation: the chosen backend itself; ``None`` if none fits.
         declined: pairs of backend name and reason, in dispatch order.
         us: measured microseconds of the whole layer; ``None`` if it was not measured.
-        dense_us: the same of a dense bf16 layer.
+        dense_us: measured microseconds of a dense bf16 layer.
         measured_m: the row count at which it was measured; 0 if it was not.
     """
 
@@ -81,7 +81,7 @@ class Choice:
         return getattr(self.problem, "configuration", None) or ""
 
     def cut(self) -> str:
-        """Return how the backend cuts the problem; empty if it does not tell."""
+        """Return how the backend tiles the problem; empty if it does not tell."""
         chosen: Backend | None = self.implementation
         return "" if chosen is None else chosen.cut(self.problem)
 
@@ -113,10 +113,10 @@ def _load(path: str) -> tuple[Backend | None, str]:
 
 @functools.lru_cache(maxsize=4096)
 def choose(table: BackendTable, problem: Any, only: str | None = None) -> Choice:
-    """Pick the backend of a table that computes a problem soonest.
+    """Choose the backend of a table that computes a problem, the fastest where times are known.
 
-    ``only`` considers one backend alone, whatever was found when it was measured. Equal problems
-    get one choice; its ``implementation`` is ``None`` if no backend fits.
+    With ``only``, consider that backend alone, even if it was rejected when it was measured. Equal
+    problems share one cached choice; its ``implementation`` is ``None`` if no backend fits.
     """
     fits: dict[str, Backend] = {}
     reasons: dict[str, str] = {}
@@ -148,8 +148,8 @@ def choose(table: BackendTable, problem: Any, only: str | None = None) -> Choice
     return _fastest(fits, reasons, problem, times, measured)
 
 
-def renew() -> None:
-    """Forget tables and choices: the times that they were made by have changed."""
+def forget_tables() -> None:
+    """Forget cached tables and choices, because the measured times have changed."""
     forget_choices()
     table_for.cache_clear()
     choose.cache_clear()
@@ -213,7 +213,7 @@ def _times(
 
 
 def decide(table: BackendTable, problem: Any, only: str | None = None) -> Choice:
-    """Choose a backend, or raise with every backend's reason; arguments as of ``choose``.
+    """Choose a backend, or raise with every backend's reason; arguments as for ``choose``.
 
     Raises ``ValueError`` if ``only`` names no backend of the table, and ``UnsupportedError`` if
     none supports the problem.
@@ -239,5 +239,5 @@ def decide(table: BackendTable, problem: Any, only: str | None = None) -> Choice
 
 
 def require(table: BackendTable, problem: Any, only: str | None = None) -> Any:
-    """Return the chosen backend; as ``decide`` otherwise."""
+    """Return the backend that ``decide`` chooses, with the same arguments and errors."""
     return decide(table, problem, only).implementation

@@ -9,10 +9,10 @@ import torch
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of an NVIDIA GPU, ``None`` for any other device.
+    """Return the compute capability of an NVIDIA GPU, ``None`` for any other device.
 
-    Never initialises CUDA. What torch gives for GPUs of AMD, (9, 4) for an MI300, would be taken
-    for a Hopper.
+    Initialises CUDA for CUDA devices only. An AMD GPU gives ``None``, because the pair that torch
+    reports for it, (9, 4) for an MI300, would be taken for a Hopper.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return None
@@ -20,17 +20,17 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def device_name(device: torch.device) -> str:
-    """Name of a CUDA device, empty for any other (never initialises CUDA)."""
+    """Return the name of a CUDA device; empty for any other, without initialising CUDA."""
     return _gpu(_index(device))[1] if device.type == "cuda" else ""
 
 
 def architecture(device: torch.device) -> str:
-    """Name of the instruction set of an AMD GPU, such as ``gfx942``; empty for any other device."""
+    """Return the instruction set of an AMD GPU, such as ``gfx942``; empty for any other device."""
     return "" if device.type != "cuda" or torch.version.hip is None else _amd(_index(device))
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a CUDA device the current one, on which kernels are launched; nothing for any other."""
+    """Return a context in which a CUDA device is current, for launches; an empty one for others."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 

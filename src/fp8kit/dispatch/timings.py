@@ -1,10 +1,10 @@
 """Measured times of linear layers per device: the shipped table, and what ``fp8kit tune`` adds.
 
-A time is that of a whole linear layer, 16 bit in and out with cold weights, by each backend and by
-a dense bf16 layer. A table applies only to the layers in it. Its row counts are up to a factor of
-four apart; in between, the times of one within a factor of two are used. For any other layer
-dispatch follows the order of its backends, which on an H200 is within half a per cent of the best
-choice on average.
+A time is that of a whole linear layer with 16-bit input and output and with weights that are not in
+a cache, for each backend and for a dense bf16 layer. A table applies only to the layers in it. Its
+row counts are up to a factor of four apart; a row count in between uses the times of one within a
+factor of two. For any other layer dispatch follows the order of its backends, which on an H200 is
+within half a per cent of the best choice on average.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fp8kit.runtime.atomic_files import write_whole
 
 SCHEMA = 1
 DENSE = "bf16"
-REJECTED = math.inf  # the time of a candidate that computed something else
+REJECTED = math.inf  # the time of a candidate whose result was wrong
 _NVRTC = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")  # from CUDA 13 on, and before
 _KERNEL_FOLDERS, _KERNEL_SUFFIXES = (
     ("runtime", "quantizers", "matmul", "fused"),
@@ -42,7 +42,7 @@ _COLUMNS = ("scales", "accum", "m", "n", "k", "us")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A linear layer as a table knows it.
+    """A linear layer at one row count: the key of a table's row.
 
     ``scales`` are the granularities of activation and weight, e.g. ``"row*row"``, and ``accum`` is
     ``"precise"`` or ``"fast"``; ``m`` counts rows of the input, ``n`` output and ``k`` input
@@ -58,11 +58,11 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a table says about one layer.
+    """The times of one layer in a table.
 
-    ``m`` is the row count at which it was measured, and ``us`` has microseconds by candidate
-    (``"backend"`` or ``"backend:configuration"``, and ``"bf16"`` for the dense layer); ``REJECTED``
-    for one that may not run.
+    ``m`` is the row count at which the layer was measured. ``us`` maps candidates (``"backend"`` or
+    ``"backend:configuration"``, and ``"bf16"`` for the dense layer) to microseconds, or to
+    ``REJECTED`` for a candidate that may not run.
     """
 
     m: int
@@ -73,9 +73,9 @@ class Measured:
 class Table:
     """Measured times of one device.
 
-    ``bandwidth`` are bytes per second that the memory of the GPU delivers, ``flops`` FP8 operations
-    per second that it sustains, ``rows`` microseconds by layer and candidate, ``REJECTED`` among
-    them. ``facts`` tell where and when it was measured: versions, driver, commit.
+    ``bandwidth`` is what the GPU's memory delivers in bytes per second, ``flops`` the FP8
+    operations per second that the GPU sustains. ``rows`` has microseconds, or ``REJECTED``, by
+    layer and candidate. ``facts`` tell where and when: versions, driver, commit.
     """
 
     device: str
@@ -85,10 +85,10 @@ class Table:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def roofline(self, case: Case, candidate: str = "") -> float:
-        """Return the least microseconds a layer can take: its bytes, or its operations.
+        """Return the least microseconds that a layer's bytes and operations allow.
 
-        A dense layer, ``"bf16"``, reads twice the weight at half the rate; any other candidate is
-        FP8.
+        A dense layer, ``"bf16"``, reads twice the weight bytes and computes at half the rate; any
+        other candidate is FP8.
         """
         wide = 2 if candidate == DENSE else 1
         m, n, k = case.m, case.n, case.k
@@ -110,7 +110,7 @@ class Table:
         self.facts = {**self.facts, **other.facts}
 
     def to_json(self) -> str:
-        """Write everything as JSON, a row a line."""
+        """Return the table as JSON, with one row per line."""
         head = {"schema": SCHEMA, "device": self.device, **self.facts}
         head |= {"bandwidth": self.bandwidth, "flops": self.flops, "columns": list(_COLUMNS)}
         order = sorted(self.rows, key=lambda c: (c.scales, c.accum, c.n, c.k, c.m))
@@ -126,7 +126,7 @@ class Table:
 
     @staticmethod
     def from_json(text: str) -> Table:
-        """Read what ``to_json`` wrote, or raise a ``ValueError``, also for another schema."""
+        """Read what ``to_json`` wrote; raise ``ValueError`` for any other text or schema."""
         try:
             data = json.loads(text)
             schema, columns = data.pop("schema"), data.pop("columns")
@@ -158,7 +158,7 @@ class Table:
 
 @functools.cache
 def table_for(device: str) -> Table | None:
-    """Return the table of a device: the one in the wheel, and over it what ``tune`` measured."""
+    """Return the table of a device: the shipped one, overridden by what ``tune`` measured."""
     if not device:
         return None
     shipped = resources.files("fp8kit").joinpath("dispatch", "tables", f"{_slug(device)}.json")
@@ -171,7 +171,7 @@ def table_for(device: str) -> Table | None:
 
 
 def tuned_path(device: str) -> Path:
-    """Where ``tune`` keeps the times of a device, under its driver, torch, Triton and kernels."""
+    """Return the file for the tuned times of a device, named by a hash of ``fingerprint()``."""
     key = "\0".join((str(SCHEMA), device, *fingerprint().values()))
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     return settings.CACHE_DIR / "tables" / f"{_slug(device)}-{digest}.json"
@@ -179,7 +179,7 @@ def tuned_path(device: str) -> Path:
 
 @functools.cache
 def fingerprint() -> dict[str, str]:
-    """What a time depends on beside the device and the layer: driver, versions, kernels."""
+    """Return what a time depends on besides device and layer: driver, versions, kernels."""
     return {
         "driver": _driver(),
         "torch": torch.__version__,

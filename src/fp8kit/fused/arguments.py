@@ -1,4 +1,4 @@
-"""Check the arguments of the fused producers, and put them in the order of their operators."""
+"""Check the arguments of the fused norms and activations, and order them for their operators."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fp8kit.ops import validation
 
 
 class QuantizeOptions(TypedDict, total=False):
-    """The keywords that say how a result is quantized, those of ``fp8kit.quantize``.
+    """The keywords that say how a result is quantized, as in ``fp8kit.quantize``.
 
-    ``group``: elements per scale, by default ``ROW``; one row at most, or ``TENSOR`` with a scale.
+    ``group``: elements per scale, by default ``ROW``; within one row, or ``TENSOR`` with ``scale``.
     ``dtype``: dtype of the codes, by default ``float8_e4m3fn``.
     ``scale``: static ``float32 [1, 1]``, only and always with ``TENSOR``.
     ``scale_ub``: ``float32`` scalar tensor that bounds amax from above before the division.
@@ -40,9 +40,9 @@ def rms_norm_arguments(
     settings: tuple[float, float, str],
     options: QuantizeOptions,
 ) -> tuple[Any, ...]:
-    """Check what ``rms_norm_quantize`` takes, and give the arguments of its operator.
+    """Check the arguments of ``rms_norm_quantize``, and return those of its operator.
 
-    ``x`` is ``[..., K]``, the residual has been checked, and ``settings`` are
+    ``x`` is ``[..., K]``, the caller has checked the residual, and ``settings`` are
     ``(eps, weight_offset, rounding)``.
     """
     target, rounding = _resolved("x", x, options), settings[2]
@@ -61,9 +61,9 @@ def layer_norm_arguments(
     settings: tuple[float, str],
     options: QuantizeOptions,
 ) -> tuple[Any, ...]:
-    """Check what ``layer_norm_quantize`` takes, and give the arguments of its operator.
+    """Check the arguments of ``layer_norm_quantize``, and return those of its operator.
 
-    ``x`` is ``[..., K]``, ``modulation`` scale and shift, and ``settings`` are ``(eps, rounding)``.
+    ``x`` is ``[..., K]``, ``modulation`` is (scale, shift), ``settings`` are ``(eps, rounding)``.
     """
     (eps, rounding), target = settings, _resolved("x", x, options)
     _check_norm(rounding, eps)
@@ -78,7 +78,7 @@ def layer_norm_arguments(
 def activation_arguments(
     kind: str, gate: Tensor, up: Tensor | None, options: QuantizeOptions
 ) -> tuple[Any, ...]:
-    """Check what an activation takes, and give the arguments of its operator."""
+    """Check the arguments of an activation, and return those of its operator."""
     target = _resolved("x" if up is None else "gate", gate, options)
     if up is not None:
         validation.check_operand("up", up, tuple(gate.shape), gate, gate.dtype)

@@ -1,6 +1,6 @@
-"""Attention of one new token in each sequence: what it is, and who computes it.
+"""Attention of one new token in each sequence: its definition, operator and backends.
 
-Queries share keys and values in groups of heads, which nothing here repeats in memory.
+A group of query heads may share one head of keys and values, which is not repeated in memory.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ ATTENTION_BACKENDS: BackendTable = (
 
 @dataclass(frozen=True, slots=True)
 class AttentionProblem:
-    """What decides whether a backend can compute.
+    """The facts by which a backend accepts or declines.
 
-    ``group`` counts the heads of queries that share keys and values; ``head_dim`` and ``value_dim``
-    are the widths of keys and of values.
+    ``group`` is the number of query heads that share keys and values; ``head_dim`` and
+    ``value_dim`` are the widths of keys and of values.
     """
 
     group: int
@@ -40,7 +40,7 @@ class AttentionProblem:
 
     @staticmethod
     def of(query: Tensor, key: Tensor, value: Tensor) -> AttentionProblem:
-        """Describe attention over these tensors, which are as in ``attend``."""
+        """Describe attention over these tensors, which are those of ``attend``."""
         sizes = (query.shape[1] // key.shape[1], key.shape[3], value.shape[3])
         return AttentionProblem(*sizes, query.dtype, query.device.type, capability(query.device))
 
@@ -57,19 +57,19 @@ class AttentionBackend(Backend):
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Compute with torch's fused attention, the heads of a group in the place of tokens.
+    """Compute with torch's fused attention, passing the heads of a group as tokens.
 
     Args:
         query: ``[batch, heads, 1, head_dim]``.
         key: ``[batch, key_heads, tokens, head_dim]``; head ``h`` of the queries reads head
             ``h // (heads / key_heads)``.
         value: ``[batch, key_heads, tokens, value_dim]``.
-        mask: bool ``[batch or 1, 1, 1, tokens]``, where to look; ``None`` for everywhere.
-        scale: of the products of queries and keys.
+        mask: bool ``[batch or 1, 1, 1, tokens]``, true for visible tokens; ``None`` for all.
+        scale: factor on the products of queries and keys.
 
     Returns:
         ``[batch, 1, heads, value_dim]``, contiguous, the dtype of ``query``; zeros for a sequence
-        that may look nowhere.
+        without visible tokens.
     """
     batch, heads, _, dim = query.shape
     if batch == 0:  # torch 2.11 returns None for it on a GPU

@@ -59,7 +59,7 @@ def rms_norm_quantize(
         torch.Size([4, 2])
     """
     arguments = rms_norm_arguments(x, None, weight, (eps, weight_offset, rounding), options)
-    return _paired(operators.RMS_NORM(*arguments), options)
+    return _qtensor(operators.RMS_NORM(*arguments), options)
 
 
 def add_rms_norm_quantize(
@@ -101,7 +101,7 @@ def add_rms_norm_quantize(
     check_operand("residual", residual, tuple(x.shape), x, x.dtype)
     arguments = rms_norm_arguments(x, residual, weight, (eps, weight_offset, rounding), options)
     found = operators.RMS_NORM(*arguments)
-    return _paired(found, options), found[-1]
+    return _qtensor(found, options), found[-1]
 
 
 def layer_norm_quantize(
@@ -125,8 +125,8 @@ def layer_norm_quantize(
         weight: ``[K]``, a float dtype, or ``None``.
         bias: ``[K]``, a float dtype, or ``None``.
         eps: added to the variance.
-        modulation: scale and shift, each ``[B, K]`` in any row stride, so that chunks of one
-            projection do; the dtype of ``x``, with ``"once"`` any of the three.
+        modulation: scale and shift, each ``[B, K]`` with any row stride, such as chunks of one
+            projection; the dtype of ``x``, with ``"once"`` any of the three.
         rounding: ``"stepwise"`` or ``"once"``.
         **options: as in ``QuantizeOptions``.
 
@@ -143,7 +143,7 @@ def layer_norm_quantize(
         torch.Size([2, 9, 1])
     """
     arguments = layer_norm_arguments(x, weight, bias, modulation, (eps, rounding), options)
-    return _paired(operators.LAYER_NORM(*arguments), options)
+    return _qtensor(operators.LAYER_NORM(*arguments), options)
 
 
 def silu_mul_quantize(
@@ -225,10 +225,10 @@ def gelu_mul_quantize(
 
 def _activation(kind: str, gate: Tensor, up: Tensor | None, options: QuantizeOptions) -> QTensor:
     arguments = activation_arguments(kind, gate, up, options)
-    return _paired(operators.ACTIVATION(*arguments), options)
+    return _qtensor(operators.ACTIVATION(*arguments), options)
 
 
-def _paired(found: list[Tensor], options: QuantizeOptions) -> QTensor:
+def _qtensor(found: list[Tensor], options: QuantizeOptions) -> QTensor:
     scale = options.get("scale")
     return QTensor(found[0], found[1] if scale is None else scale, options.get("group", ROW))
 

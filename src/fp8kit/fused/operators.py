@@ -1,8 +1,8 @@
-"""The registered operators of the fused producers, beside those of ``ops``.
+"""The registered operators of the fused norms and activations, beside those of ``ops``.
 
-An operator returns the codes, then the scale unless that was given, then the new residual if one
-was added: a list, because an operator must not return its own argument. The last seven arguments of
-each schema are a ``Target``, in order; validation is the caller's (``fused``).
+An operator returns a list: the codes, the scale unless it was given (an operator must not return
+its own argument), and the new residual if one was added. The last seven arguments of each schema
+are a ``Target``, in order; the callers (``fused.functional``) validate.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _activation_fake(gate: Tensor, *arguments: Any) -> list[Tensor]:
 def concatenated_activation(
     left: Tensor, gate: Tensor, up: Tensor | None, kind: str, *arguments: Any
 ) -> list[Tensor]:
-    """Quantize activations behind ``left``; the body of ``concatenated_activation_quantize``."""
+    """Quantize ``left`` and activations; the body of ``concatenated_activation_quantize``."""
     target, k = _target(arguments), left.shape[-1] + gate.shape[-1]
     backend = _backend(dataclasses.replace(FusedProblem.of(kind, gate, target), k=k))
     data, scale = backend.activation(kind, gate, up, target, left)
@@ -154,13 +154,13 @@ for _schema, _impl, _fake in (
 def rms_normed(
     x: Tensor, weight: Tensor, eps: float, weight_offset: float, rounding: str
 ) -> Tensor:
-    """Norm rows that are not quantized, in one launch where there is a kernel for them."""
+    """Compute an RMS norm that is not quantized, in one launch where a kernel supports it."""
     backend = _backend(FusedProblem.plain("rms_norm", x))
     return backend.rms_normed(x, weight, eps, weight_offset, rounding)
 
 
 def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate heads, in one launch where there is a kernel for them."""
+    """Rotate the heads of queries and keys, in one launch where a kernel supports it."""
     backend = _backend(FusedProblem.plain("rotary", query))
     return backend.rotated(query, key, cos, sin)
 
@@ -171,13 +171,13 @@ ACTIVATION = Operator(activation, torch.ops.fp8kit.activation_quantize)
 CONCATENATED_ACTIVATION = Operator(
     concatenated_activation, torch.ops.fp8kit.concatenated_activation_quantize
 )
-# of torch's operators, with gradients
+# their registered forms consist of torch's operators, so they have gradients
 RMS_NORMED = Operator(rms_normed, reference.rms_normed)
 ROTATED = Operator(rotated, reference.rotated)
 
 
 def _in_rows(operator: Operator) -> Operator:
-    """Return an operator with dynamic scales that gives its codes and scales in rows."""
+    """Wrap an operator with dynamic scales so that it returns codes and scales as matrices."""
 
     def folded(compute: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> list[Tensor]:
@@ -191,7 +191,7 @@ def _in_rows(operator: Operator) -> Operator:
 
 
 def _modulated(operator: Operator) -> Operator:
-    """Return a layer norm whose modulation, which is another at every call, comes after ``x``."""
+    """Wrap a layer norm so that its modulation, an input that varies, comes right after ``x``."""
 
     def ordered(norm: Callable[..., Any]) -> Callable[..., Any]:
         def call(x: Tensor, gain: Tensor, shift: Tensor, *arguments: Any) -> Any:
@@ -210,11 +210,11 @@ CONCATENATED_ACTIVATION_ROWS = _in_rows(CONCATENATED_ACTIVATION)
 
 @functools.cache
 def then_activate(product: Operator) -> Operator:
-    """Return an operator that activates, and quantizes in rows, what another multiplies.
+    """Return an operator that activates the result of a product and quantizes it in rows.
 
-    The columns of the other's first result are those of the gate, then those of ``up``. Arguments
-    are those of the other, then the options of ``ACTIVATION_ROWS``. It gives codes, scale, and the
-    other's other results.
+    The first result of ``product`` has the columns of the gate, then those of ``up``. Arguments are
+    those of ``product``, then the options of ``ACTIVATION_ROWS``. The operator returns codes,
+    scale, and the other results of ``product``.
     """
 
     def chained(multiply: Callable[..., Any], activate: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""A fused producer's problem as frozen data, and its backends in order.
+"""A fused producer as frozen data, and the backends that compute it, in order of preference.
 
 A fused producer computes a norm or an activation and quantizes its result in one pass.
 """
@@ -29,7 +29,7 @@ class Target(NamedTuple):
     """How the result is quantized; the last seven arguments of every fused operator.
 
     Args:
-        scale: static ``float32 [1, 1]``, only with ``TENSOR``; ``None`` takes it from the data.
+        scale: static ``float32 [1, 1]``, only with ``TENSOR``; ``None``: scales from the data.
         group: elements per scale.
         dtype: dtype of the codes.
         min_scale: floor under a dynamic ``float32`` scale.
@@ -52,8 +52,8 @@ class FusedProblem:
     """One producer and how its result is quantized.
 
     ``producer`` is ``"rms_norm"``, ``"layer_norm"``, ``"rotary"`` or one of ``ACTIVATIONS``;
-    without a group its result is left as it is. ``in_dtype`` is the dtype of the input, and of the
-    result before it is quantized; ``k`` counts the elements of a row.
+    without a group its result is not quantized. ``in_dtype`` is the dtype of the input, and of the
+    result before it is quantized; ``k`` is the number of elements of a row.
     """
 
     producer: str
@@ -67,14 +67,14 @@ class FusedProblem:
 
     @staticmethod
     def of(producer: str, x: Tensor, target: Target) -> FusedProblem:
-        """Describe quantizing what ``producer`` makes of ``x``."""
+        """Describe quantizing the result of ``producer`` for ``x``."""
         static, place = target.scale is not None, (x.device.type, capability(x.device))
         facts = (target.group, static, x.dtype, target.dtype, x.shape[-1])
         return FusedProblem(producer, *facts, *place)
 
     @staticmethod
     def plain(producer: str, x: Tensor) -> FusedProblem:
-        """Describe what ``producer`` makes of ``x``, which nobody quantizes."""
+        """Describe the result of ``producer`` for ``x``, which is not quantized."""
         place = (x.device.type, capability(x.device))
         return FusedProblem(producer, None, False, x.dtype, x.dtype, x.shape[-1], *place)
 
@@ -88,14 +88,14 @@ class FusedProblem:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class FusedBackend(Backend):
-    """An implementation of the fused producers, with the arguments of ``reference``.
+    """A backend of the fused producers; its functions take the arguments of those in ``reference``.
 
     Args:
-        rms_norm: gives codes, scales, and the new residual or ``None``.
-        layer_norm: gives codes and scales.
-        activation: gives codes and scales.
-        rms_normed: gives the norm itself, which is not quantized.
-        rotated: gives queries and keys with rotary embedding.
+        rms_norm: returns codes, scales, and the new residual or ``None``.
+        layer_norm: returns codes and scales.
+        activation: returns codes and scales.
+        rms_normed: returns the norm itself, which is not quantized.
+        rotated: returns queries and keys with rotary embedding.
     """
 
     rms_norm: Callable[..., tuple[Tensor, Tensor, Tensor | None]]

@@ -1,14 +1,14 @@
 """Norms and activations that end in FP8, in plain torch: the specification of every other backend.
 
-Each producer computes what the layer it replaces would have handed to ``quantize``, rounded to the
-dtype of its input; ``reference.quantize`` then defines codes and scales. All arithmetic is IEEE
-``float32``; ``rn`` below rounds to the dtype of ``x``. It is the identity for ``float32`` input.
+Each producer (a norm or an activation) computes the result of the module that it replaces, rounded
+to the dtype of its input; ``reference.quantize`` then defines codes and scales. All arithmetic is
+IEEE ``float32``; ``rn`` below rounds to the dtype of ``x``, which changes nothing for ``float32``.
 
     add         t = rn(x + residual), which is also returned and normed instead of x
     rms norm    n = t * rsqrt(sum(t^2) * (1 / K) + eps)
     layer norm  c = x - sum(x) * (1 / K);  n = c * rsqrt(sum(c^2) * (1 / K) + eps)
 
-    what the norm's weight w and bias b, or an adaptive scale a and shift s, make of n:
+    the result for n, with the norm's weight w and bias b, or an adaptive scale a and shift s:
 
     rms norm     stepwise  rn(rn(n) * w), w with an offset is rn(offset + w)      (LlamaRMSNorm)
                  once      rn(n * (offset + w))                                   (GemmaRMSNorm)
@@ -17,8 +17,8 @@ dtype of its input; ``reference.quantize`` then defines codes and scales. All ar
                  once      rn((n * w + b) * (1 + a) + s)
     activation             rn(rn(act(gate)) * up), or rn(act(gate)) without up       (LlamaMLP)
 
-``K`` is inverted once, as torch's own mean does on CUDA. What remains open is the order of the sums
-and the last bits of ``rsqrt``, ``exp``, ``tanh`` and ``erf``: here they are torch's on the device.
+``K`` is inverted once, as torch's own mean does on CUDA. Two things are left open: the order of the
+sums, and the last bits of ``rsqrt``, ``exp``, ``tanh`` and ``erf``; here torch decides both.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def rms_norm(
     """Quantize the RMS norm of ``x``, or of ``x + residual``, which is the third result.
 
     ``x`` is bf16, fp16 or fp32 ``[..., K]``, the residual like it; the weight ``[K]`` has its dtype
-    if ``rounding`` is ``"stepwise"``. ``weight_offset`` is 1 where checkpoints store ``w - 1``. The
-    scale is the given one if static.
+    if ``rounding`` is ``"stepwise"``. ``weight_offset`` is 1 where checkpoints store ``w - 1``. A
+    static scale is returned as it was given.
     """
     total = x if residual is None else x + residual
     y = rms_normed(total, weight, eps, weight_offset, rounding)
@@ -63,8 +63,8 @@ def layer_norm(
     """Quantize the layer norm of ``x``, plain or adaptive.
 
     ``x`` is bf16, fp16 or fp32 ``[..., K]``. A modulation, ``norm * (1 + scale) + shift``, has both
-    as ``[B, K]`` for ``x`` of ``[B, ..., K]``, in its dtype if ``rounding`` is ``"stepwise"``; only
-    with one does that make a difference. The scale of the result is the given one if static.
+    as ``[B, K]`` for ``x`` of ``[B, ..., K]``, in its dtype if ``rounding`` is ``"stepwise"``.
+    ``rounding`` matters only with a modulation. A static scale is returned as it was given.
     """
     return quantized(layer_normed(x, weight, bias, modulation, eps, rounding), target)
 
@@ -72,10 +72,10 @@ def layer_norm(
 def activation(
     kind: str, gate: Tensor, up: Tensor | None, target: Target, left: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantize ``act(gate) * up``, or ``act(gate)``, behind the columns ``left [..., K1]`` if any.
+    """Quantize ``act(gate) * up``, or ``act(gate)``, after the columns ``left [..., K1]`` if any.
 
     ``kind`` is ``"silu"``, ``"gelu"`` (erf) or ``"gelu_tanh"``; ``gate`` is bf16, fp16 or fp32
-    ``[..., K]``, and ``up`` like it. The scale is the given one if static.
+    ``[..., K]``, and ``up`` like it. A static scale is returned as it was given.
     """
     y = activated(kind, gate, up)
     return quantized(y if left is None else torch.cat((left, y), -1), target)
@@ -84,7 +84,7 @@ def activation(
 def rms_normed(
     x: Tensor, weight: Tensor, eps: float, weight_offset: float, rounding: str
 ) -> Tensor:
-    """Return the RMS norm itself, in the dtype of ``x``; arguments as of ``rms_norm``."""
+    """Return the RMS norm itself, in the dtype of ``x``; arguments as for ``rms_norm``."""
     wide = x.float()
     normed = wide * torch.rsqrt(_mean(wide.square()) + eps)
     if rounding == "once":
@@ -101,7 +101,7 @@ def layer_normed(
     eps: float,
     rounding: str,
 ) -> Tensor:
-    """Return the layer norm that is quantized, in the dtype of ``x``."""
+    """Return the layer norm before it is quantized, in the dtype of ``x``."""
     wide = x.float()
     centered = wide - _mean(wide)
     y = centered * torch.rsqrt(_mean(centered.square()) + eps)
@@ -119,7 +119,7 @@ def layer_normed(
 
 
 def activated(kind: str, gate: Tensor, up: Tensor | None) -> Tensor:
-    """Return the activation that is quantized, in the dtype of ``gate``."""
+    """Return the activation before it is quantized, in the dtype of ``gate``."""
     if kind == "silu":
         y = F.silu(gate)
     else:
@@ -132,8 +132,8 @@ def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
 
     ``query`` and ``key`` are ``[batch, heads, tokens, width]``, each with its own number of heads;
     ``cos`` and ``sin`` ``[batch or 1, tokens, width]`` have their dtype. The halves of a head are
-    the real and imaginary parts of its numbers: ``rn(rn(x * cos) + rn(half(x) * sin))``, where
-    ``half`` swaps them and negates the first.
+    the real and imaginary parts of its numbers. With ``half``, which swaps the halves and then
+    negates the first, the result is ``rn(rn(x * cos) + rn(half(x) * sin))``.
     """
     cos, sin = cos[:, None], sin[:, None]
 

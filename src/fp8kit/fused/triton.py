@@ -1,7 +1,7 @@
-"""Fused producers in Triton, for NVIDIA GPUs with FP8 (sm89 and later); see ``reference``.
+"""Fused norms and activations in Triton, for NVIDIA GPUs with FP8 (sm89 and later).
 
-Given the intermediate result, codes and scales equal the reference bit for bit. The intermediate
-result itself can differ in the last place of its dtype, see the two kernel modules for how often.
+Given the result before it is quantized, codes and scales equal ``reference`` bit for bit. That
+result can differ in the last place of its dtype: see ``triton_norms`` and ``triton_activations``.
 """
 
 import math
@@ -26,7 +26,7 @@ _LARGEST_GROUP = 256
 
 
 def supports(problem: FusedProblem) -> str | None:
-    """Accept what the kernels cover, or give the reason why not."""
+    """Return the reason why the kernels do not cover a problem, ``None`` if they do."""
     if problem.in_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"{problem.in_dtype} input; the kernels read bfloat16, float16 and float32"
     least = (8, 0) if problem.group is None else (8, 9)  # bf16 arithmetic, or FP8 conversion
@@ -131,7 +131,7 @@ def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Fold leading dimensions into rows, copying only where strides or a K stride demand it."""
+    """Fold leading dimensions into rows; copy only where strides demand it."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 

@@ -1,6 +1,6 @@
 """SiLU and GELU, alone or times a second operand, that end in FP8: one launch, one pass.
 
-    y = rn(rn(act(gate)) * up)   or   rn(act(gate))        then the quantizer, see fused_reference
+    y = rn(rn(act(gate)) * up)   or   rn(act(gate))        then the quantizer, see ``reference``
 
     silu       gate / (1 + 2^(-gate * log2 e))
     gelu       gate * (1 + erf(gate / sqrt(2))) / 2
@@ -36,9 +36,9 @@ def activation_tile(
 ) -> Tile:
     """Choose a tile for ``m`` rows of ``k`` elements; no choice changes the result.
 
-    ``group`` columns are what a tile needs, a power of two; with ``whole_rows`` a program needs all
-    of a row, for its amax. Two operands are read if ``paired``; on ``heavy`` elements so many
-    instructions are spent that fewer, larger programs are faster.
+    A tile needs at least ``group`` columns, a power of two. With ``whole_rows`` a program needs all
+    of a row, for its amax. Two operands are read if ``paired``. With ``heavy`` an element takes so
+    many instructions that fewer, larger programs are faster.
     """
     lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
     whole = max(triton.next_power_of_2(k), 16, group)
@@ -59,7 +59,7 @@ def activation_tile(
 @triton.jit
 def over_one_plus_exp2(x, t):
     """Return ``x / (1 + 2^t)``."""
-    # an infinite denominator gives zero, and NaN for infinite x
+    # an infinite denominator gives zero for finite x, NaN for infinite x
     denominator = 1.0 + tl.exp2(t)
     if INTERPRETED:
         return x / denominator
@@ -173,7 +173,8 @@ def quantize_activation(
 ) -> None:
     """Activate the rows of ``gate``, multiply by ``up`` and quantize into ``output``.
 
-    Both are alike, with unit stride along K, as is ``left [M, K1]``, whose columns come first.
+    ``gate`` and ``up`` have the same shape; ``left [M, K1]`` gives the first columns of the result.
+    All have unit stride along K.
     """
     m, k, k_left = gate.shape[0], output.data.shape[-1], 0 if left is None else left.shape[1]
     constants, overlap = output.constants, overlaps(output.data.device)
@@ -181,7 +182,7 @@ def quantize_activation(
     sizes = (gate.element_size(), constants["GROUP"])
     heavy = kind == "gelu" and up is None
     tile = activation_tile(m, k, *sizes, whole_rows, up is not None, heavy)
-    # 40 registers hold 7 tiles of 16 bits for six programs of 8 warps; few rows have room for more
+    # with 40 registers, six programs of 8 warps hold 7 tiles of 16 bits; few rows need no limit
     long = whole_rows and up is None and tile.held == MOST_TILES and gate.element_size() == 2
     capped = long and m > _CAPPED_ROWS
     across = triton.cdiv(k, tile.held * tile.cols)

@@ -1,9 +1,9 @@
-"""Attention of one new token in Triton: keys and values are read once, by all heads of a group.
+"""Attention of one new token in Triton: keys and values are read once for all heads of a group.
 
-A program takes a chunk of a sequence's tokens for the heads that share keys and values; where a
-sequence has several chunks, a second kernel weighs and adds their results in order. How a sequence
-is cut depends on nothing else, so the bits of its result do not depend on other sequences, nor on
-room for later tokens in a static cache.
+A group is the heads that share keys and values. A program computes one chunk of a sequence's tokens
+for one group; where there are several chunks, a second kernel weighs and adds their results in
+order. Chunks have a fixed size, so the bits of a sequence's result depend neither on other
+sequences nor on room for later tokens in a static cache.
 
 Tokens that the mask hides are not read. A softmax runs in powers of two: ``exp(s) = 2^(s log2 e)``.
 """
@@ -30,7 +30,7 @@ _LOG2_E = math.log2(math.e)
 
 
 def supports(problem: AttentionProblem) -> str | None:
-    """Accept what the kernels cover, or give the reason why not."""
+    """Return the reason why the kernels do not cover a problem, ``None`` if they do."""
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"{problem.dtype}; the kernels read bfloat16 and float16"
     if max(problem.head_dim, problem.value_dim) > _MOST_DIM or problem.group > _MOST_GROUP:
@@ -41,7 +41,7 @@ def supports(problem: AttentionProblem) -> str | None:
 
 @triton.jit
 def _dot(x, y):
-    if INTERPRETED:  # which takes the bits of bf16 for integers
+    if INTERPRETED:  # the interpreter takes the bits of bf16 for integers
         return tl.dot(widen(x), widen(y))
     else:
         return tl.dot(x, y)
@@ -157,7 +157,7 @@ def _combine_kernel(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Compute as ``attention.attend`` does, arguments as there."""
+    """Compute as ``attention.attend`` does, with the same arguments."""
     batch, heads, _, dim = query.shape
     shared, tokens, value_dim = value.shape[1:]
     y = torch.empty(batch, 1, heads, value_dim, dtype=query.dtype, device=query.device)

@@ -10,8 +10,8 @@ tiles of a row are added lane by lane, then at most 8 elements of a thread (7 su
 and 32 warps (5), so a sum of squares passes through at most HELD + 17 <= 24 roundings and is within
 24 * 2^-24 of the exact one, relatively; ``rsqrt`` halves that. A sum in any other order, torch's
 included, obeys a bound of the same kind, and results differ where a value lies that close to the
-midpoint of two 16-bit numbers. How a row is cut depends on K and the dtype alone: the bits of a row
-depend neither on M nor on its neighbours.
+midpoint of two 16-bit numbers. How a row is cut depends on K and the dtype alone, so the bits of a
+row depend neither on M nor on other rows.
 """
 
 from typing import NamedTuple
@@ -33,14 +33,14 @@ from fp8kit.quantizers.triton_encode import appended, existing, widen
 from fp8kit.runtime.triton_launch import launch
 from fp8kit.runtime.triton_overlap import join_stream, overlaps, prefetch
 
-MOST_TILES = 5  # of a row in registers; its weights take as many again
+MOST_TILES = 5  # of a row in registers; its weights take as many registers again
 
 
 class NormOperands(NamedTuple):
-    """What a norm reads besides ``x``, each ``None`` if absent.
+    """The tensors of a norm besides ``x``, each ``None`` if absent.
 
     The residual and ``modulation``, scale and shift ``[B, K]``, have unit stride along K.
-    ``total [M, K]``, which receives ``x + residual``, is contiguous, as are weight and bias.
+    ``total [M, K]`` receives ``x + residual``. It, weight and bias are contiguous.
     """
 
     residual: Tensor | None = None
@@ -51,7 +51,7 @@ class NormOperands(NamedTuple):
 
 
 class NormSettings(NamedTuple):
-    """The numbers and switches of a norm, a layer norm if ``centered``; see ``reference``."""
+    """The settings of a norm, which is a layer norm if ``centered``; see ``reference``."""
 
     centered: bool
     stepwise: bool
@@ -60,9 +60,9 @@ class NormSettings(NamedTuple):
 
 
 def norm_tile(k: int, itemsize: int, least: int) -> Tile:
-    """Choose a tile for rows of ``k`` elements, whatever their number.
+    """Choose a tile for rows of ``k`` elements; it does not depend on the number of rows.
 
-    A tile needs ``least`` columns, a power of two.
+    A tile has at least ``least`` columns, a power of two.
     """
     lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
     whole = max(triton.next_power_of_2(k), 16, least)
@@ -84,7 +84,7 @@ def _mean(held, K: tl.constexpr, HELD: tl.constexpr):
 @triton.jit
 def reciprocal_deviation(held, mean, eps, K: tl.constexpr, CENTERED: tl.constexpr,
                          HELD: tl.constexpr):  # fmt: skip
-    """Return ``1 / sqrt(variance + eps)`` of each row, or of its mean square unless centered."""
+    """Return ``1 / sqrt(variance + eps)`` per row; without ``CENTERED`` that of the mean square."""
     BLOCK_K: tl.constexpr = held[0].shape[1]
     squares = tl.zeros(held[0].shape, tl.float32)
     for i in tl.static_range(HELD):
@@ -132,7 +132,7 @@ def _load_rows(ptr, stride, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr, HELD
 
 @triton.jit
 def load_weights(ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr):
-    """Load the weights of a row: before the sums are taken; every program reads the same ones."""
+    """Load the weights of a row, the same for every program, before the sums are taken."""
     tiles = ()
     if ptr is not None:
         for i in tl.static_range(HELD):
@@ -216,7 +216,7 @@ def _norm_kernel(
         if gain_ptr is not None:
             batch = (row.to(tl.int32) // rows_per_batch).to(tl.int64)[:, None]
             mask = existing(row, M)[:, None] & (col < K)
-            # requested this late they cost no registers while the sums are taken
+            # loaded this late, they take no registers while the sums are computed
             gain = tl.load(gain_ptr + batch * stride_gb + col, mask=mask, other=0.0)
             shift = tl.load(shift_ptr + batch * stride_sb + col, mask=mask, other=0.0)
             n = _modulated(n, gain, shift, STEPWISE, DTYPE)

@@ -1,9 +1,9 @@
-"""The common end of the fused kernels: tiles of a result in registers become codes and scales.
+"""The common end of the fused kernels: quantize the tiles of a result that are in registers.
 
 A result ``y`` is rounded to the dtype of the model before its amax is taken, as if it had gone
 through memory; from there on codes and scales equal ``reference.quantize(y)`` bit for bit.
 
-``SCALES`` says where they come from: ``"row"`` one per row, ``"group"`` one per group of a row,
+``SCALES`` is the kind of the scales: ``"row"`` one per row, ``"group"`` one per group of a row,
 ``"column"`` the same, stored column-major, ``"static"`` one given number.
 """
 
@@ -37,9 +37,9 @@ TILE_BYTES = 32 * 32 * 16  # one 16-byte load by each thread of the largest prog
 
 
 class Output(NamedTuple):
-    """Where codes and scales go, and the constants that the kernels compile in.
+    """The tensors for codes and scales, and the constants that the kernels are compiled with.
 
-    Codes are contiguous; the scale, in the layout that ``SCALES`` says, is read if static.
+    Codes are contiguous. The scale has the layout of ``SCALES``; a static one is only read.
     ``constants`` are ``SCALES``, ``GROUP``, ``DIVISION`` and ``FP8_MAX``.
     """
 
@@ -71,7 +71,7 @@ class Output(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How rows are cut: rows per program, columns of a tile, tiles per program, warps."""
+    """How rows are tiled: rows per program, columns per tile, tiles per program, warps."""
 
     rows: int
     cols: int
@@ -82,8 +82,8 @@ class Tile(NamedTuple):
 def row_cut(k: int, lanes: int, most: int) -> tuple[int, int]:
     """Choose warps and tiles for a program that holds a row of ``k`` elements in registers.
 
-    The fewest idle lanes win, then few enough tiles that several programs share a processor. One
-    warp loads ``lanes`` elements at once, and the registers of a thread hold ``most`` tiles.
+    The fewest idle lanes win, then at most four tiles, so that several programs share a processor.
+    One warp loads ``lanes`` elements at once, and the registers of a thread hold ``most`` tiles.
     """
     cuts = [(warps, triton.cdiv(k, warps * lanes)) for warps in (4, 8, 16, 32)]
     fitting = [(w, held) for w, held in cuts if held <= most] or cuts[-1:]
@@ -94,8 +94,8 @@ def row_cut(k: int, lanes: int, most: int) -> tuple[int, int]:
 def narrow(x, DTYPE: tl.constexpr):
     """Round ``float32`` to nearest even (the interpreter's own cast to bf16 truncates).
 
-    In pairs, explicitly: where no 16-bit arithmetic precedes or follows with which it could combine
-    the cast, the compiler would convert one by one at a quarter of the rate.
+    Converts pairs explicitly: without 16-bit arithmetic before or after, the compiler would convert
+    one by one, at a quarter of the rate.
     """
     if x.dtype == DTYPE:
         return x
@@ -122,7 +122,7 @@ def rounded_product(x, y):
     if INTERPRETED or x.dtype == tl.float32:
         return narrow(widen(x) * widen(y), x.dtype)
     elif x.dtype == tl.bfloat16:
-        # minus zero is what leaves a zero product its sign; plain mul needs sm90
+        # adding minus zero keeps the sign of a zero product; a plain mul needs sm90
         return _by_pairs("{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}", x, y)
     else:
         return _by_pairs("mul.rn.f16x2 $0, $1, $2;", x, y)
@@ -146,8 +146,8 @@ def _by_pairs(INSTRUCTION: tl.constexpr, x, y):
 
 @triton.jit
 def _store_scales(place, scale, kept):
-    # every thread of a group holds its scale and stores it; ``tl.store`` would first bring scales
-    # into another order through shared memory, with two barriers per tile
+    # every thread of a group has its scale and stores it; ``tl.store`` would first rearrange the
+    # scales through shared memory, with two barriers per tile
     if INTERPRETED:
         tl.store(place, scale, mask=kept)
     elif scale.dtype == tl.uint8:
@@ -266,8 +266,8 @@ def store_result(
     """Quantize the tiles of a result: store codes and, unless static, scales."""
     DTYPE: tl.constexpr = tiles[0].dtype
     if SCALES == "static" and FP8_MAX != 224.0:
-        # any scale may be given: one of ordinary size is known to be only here, and divides
-        # cheaply; Triton 3.6 miscompiles the integer steps of fnuz codes inside a run-time branch
+        # only here is it known whether a given scale has ordinary size, and so divides cheaply;
+        # not for fnuz: Triton 3.6 miscompiles the integer steps of its codes in such a branch
         if is_safe(given):
             _store_tiles(tiles, given, row, first, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,
                          K, SCALES, GROUP, "safe", FP8_MAX, HELD)  # fmt: skip

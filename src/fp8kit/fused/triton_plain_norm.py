@@ -1,7 +1,7 @@
-"""An RMS norm whose result is not quantized: one launch, as ``triton_norms`` computes it.
+"""An RMS norm whose result is not quantized, in one launch, computed as in ``triton_norms``.
 
-Eager PyTorch spends eight launches on the norms of most models. Rows may lie apart in two steps, as
-the heads of queries do in the result of a product that holds keys and values as well.
+Eager PyTorch needs eight launches for the norms of most models. Rows may have two strides, as have
+the heads of queries in the result of a product that also holds keys and values.
 """
 
 import triton

@@ -1,7 +1,7 @@
 """Rotary embedding of queries and keys in one launch, rounded as eager torch rounds it.
 
-PyTorch spends fourteen launches on it. A program turns some heads of one token; the two halves of a
-head are the real and imaginary parts of its numbers.
+PyTorch needs fourteen launches. A program rotates some heads of one token; the two halves of a head
+are the real and imaginary parts of its numbers.
 """
 
 import torch
@@ -20,7 +20,7 @@ _BLOCK_H = 16  # heads of a program
 def _negated(x):
     if x.dtype == tl.float32:
         return -x
-    else:  # by its bits, which the interpreter knows in each dtype
+    else:  # flips the sign bit, which Triton's interpreter can do in each dtype
         return (x.to(tl.int16, bitcast=True) ^ -32768).to(x.dtype, bitcast=True)
 
 
@@ -85,10 +85,10 @@ def _rotary_kernel(
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute as ``reference.rotated`` does, arguments as there.
+    """Compute as ``reference.rotated`` does, with the same arguments.
 
-    All have unit stride along the last dimension, whose extent is even; ``cos`` has the strides of
-    ``sin``.
+    All tensors have unit stride along the last dimension, whose extent is even; ``cos`` and ``sin``
+    have the same strides.
     """
     batch, heads, tokens, width = query.shape
     key_heads, half = key.shape[1], width // 2

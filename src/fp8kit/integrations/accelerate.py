@@ -1,9 +1,9 @@
-"""accelerate's loaders, which place the tensors of a checkpoint into a model one by one.
+"""Patches for accelerate's loaders, which place the tensors of a checkpoint one by one.
 
-They cast each tensor to the dtype of what is there, or to one they are given. A dense weight cast
-to FP8 would be codes under the scales of another weight, so it is quantized with scales of its own.
-Without a device map they fill the model file by file, and codes may come before their scales.
-What they move they put past ``register_parameter``, which would make it plain.
+The loaders cast each tensor to the dtype of the Parameter in its place, or to a given one. A dense
+weight cast to FP8 would be codes under the scales of another weight, so it is quantized instead,
+with its own scales. Without a device map they load file by file, where codes may come before their
+scales; so they get a map. They bypass ``register_parameter``, so guards are removed here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp8kit.modules.libraries import run_through
 from fp8kit.modules.linear import Fp8Linear
 
 
-def tell() -> None:
+def patch() -> None:
     """Let accelerate quantize a dense weight that it places into an FP8 layer."""
     for user in (utils, modeling, hooks):
         run_through(user, "set_module_tensor_to_device", _place)
@@ -55,7 +55,7 @@ def _place(
     layer = module.get_submodule(owner)
     held = layer._parameters.get(name) if isinstance(layer, Fp8Linear | ExpertTensors) else None
     if held is not None and (held.dtype in FP8_FORMATS or name.endswith(("_scale", "_exponents"))):
-        dtype = None  # it is for numbers: codes and scales keep theirs, as in any cast
+        dtype = None  # meant for dense weights: codes and scales keep their dtypes, as in any cast
     dense = isinstance(value, Tensor) and value.dtype not in FP8_FORMATS
     into_codes = held is not None and held.dtype in FP8_FORMATS
     if str(device) == "meta" or held is None or not (dense and into_codes):

@@ -1,6 +1,6 @@
-"""The quantization method ``fp8kit`` of diffusers: while loading, and as models are saved.
+"""The quantization method ``fp8kit`` of diffusers, for loading and saving models.
 
-Importing this module registers it: diffusers has two dictionaries for that and no function.
+Importing this module enters it in two dictionaries of diffusers, which has no function for that.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ class _Method(StrEnum):  # diffusers reads its value
 
 
 class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """What diffusers takes as ``quantization_config``, for a model or a part of a pipeline.
+    """The ``quantization_config`` for a model of diffusers or a part of a pipeline.
 
     Args:
         scheme: name of a preset without calibration, e.g. ``"FP8_DYNAMIC"``.
         include: as in ``fp8kit.plan``.
         exclude: as in ``fp8kit.plan``.
         strict: as in ``fp8kit.plan``.
-        layers: the layers that are FP8 in a saved model, and their schemes; only config.json has
-            them.
-        experts: there because pipelines take the signature of Transformers' config: ``None``.
+        layers: the layers that are FP8 in a saved model, with their schemes; read from config.json,
+            not passed by users.
+        experts: ignored; pipelines require the signature of Transformers' config.
         mx_form: likewise.
 
     Raises:
         ValueError: if the scheme is unknown, or needs calibration.
-        CheckpointError: if a scheme of ``layers`` is none.
+        CheckpointError: if ``layers`` has an invalid scheme.
 
     Example:
         >>> config = Fp8KitConfig("FP8_DYNAMIC", exclude=["*.ff_context.*"])
@@ -95,13 +95,13 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.schemes = schemes_of(layers or {})
 
     def to_dict(self) -> JsonObject:
-        """Give what config.json holds."""
+        """Return the entry of config.json."""
         said = {key: getattr(self, key) for key in ("scheme", "include", "exclude", "layers")}
         found = {key: value for key, value in said.items() if value is not None}
         return {"quant_method": METHOD, **found, **({"strict": True} if self.strict else {})}
 
     def to_diff_dict(self) -> JsonObject:
-        """Give what is shown of it."""
+        """Return what diffusers prints of this config: all of it."""
         return self.to_dict()
 
 
@@ -109,8 +109,8 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     """Swap linear layers for ``Fp8Linear`` before diffusers fills in the weights.
 
     After loading, ``model.hf_quantizer.report`` says what was converted and what was not, and why.
-    The config may be that of Transformers, which has the same fields; for a single file diffusers
-    says nothing of ``pre_quantized``.
+    The config may be that of Transformers, which has the same fields. For a single file diffusers
+    does not pass ``pre_quantized``.
     """
 
     use_keep_in_fp32_modules = True
@@ -130,26 +130,26 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         self.form: Scheme | None = None
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
-        """Refuse to quantize into weights that live on disk: they would stay as in the file."""
+        """Refuse to quantize weights that a device map keeps on disk: they would stay dense."""
         if not self.pre_quantized:
             refuse_disk(device_map)
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
-        """Learn the high precision: fp32 unless asked otherwise, as without quantization."""
+        """Set the compute dtype: the given one, or fp32 as in diffusers without quantization."""
         self.dtype = torch_dtype or torch.float32
         return self.dtype
 
     def adjust_target_dtype(self, _: torch.dtype) -> torch.dtype:
-        """Let weights count as one byte each when devices are chosen."""
+        """Return a dtype of one byte, by which diffusers sizes weights for a device map."""
         return torch.float8_e4m3fn
 
     def update_missing_keys(self, _: Any, missing_keys: list[str], **__: Any) -> list[str]:
-        """Miss no scales that quantizing makes."""
+        """Remove scales and exponents from the missing keys if quantization makes them."""
         made = () if self.pre_quantized else ("weight_scale", "weight_exponents")
         return [k for k in missing_keys if k.rpartition(".")[2] not in made]
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Of a single file, find out whether it is FP8: of Black Forest Labs, one scale per row."""
+        """Find out whether a single file is FP8 of Black Forest Labs, and bundle its scales."""
         if not self.single_file:
             return state_dict
         self.pre_quantized = any(name.endswith(".weight_scale") for name in state_dict)
@@ -171,7 +171,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def _schemes(
         self, model: Any, in_fp32: Sequence[str], state_dict: Mapping[str, Any]
     ) -> dict[str, Scheme]:
-        """Name the layers that become FP8."""
+        """Return the layers that become FP8, by name, with their schemes."""
         config = self.quantization_config
         if not self.pre_quantized:
             scheme = scheme_of_plain(config.scheme)
@@ -197,7 +197,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         return kind in _HELD and isinstance(model.get_submodule(owner), Fp8Linear)
 
     def check_quantized_param_shape(self, name: str, wanted: Tensor, found: Tensor) -> bool:
-        """Refuse a tensor that does not fit, which diffusers leaves to quantizers."""
+        """Refuse a tensor of the wrong shape; diffusers leaves this check to quantizers."""
         if wanted.shape != found.shape:
             raise misfit(name, found.shape, wanted.shape, "The model")
         return True
@@ -212,10 +212,10 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         *__: Any,
         **___: Any,
     ) -> None:
-        """Put a tensor of an FP8 layer into its place; dense weights are quantized there."""
+        """Set a tensor of an FP8 layer; a dense weight is quantized on the target device."""
         owner, _dot, kind = param_name.rpartition(".")
         layer = model.get_submodule(owner)
-        given = state_dict[param_name]  # the value given beside it has been cast, scales too
+        given = state_dict[param_name]  # not the argument, which is cast even if it is a scale
         if is_bundle(given):
             parts = parts_of(given)
         elif self.pre_quantized:
@@ -259,7 +259,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
     @property
     def is_serializable(self) -> bool:
-        """Announce the FP8 layers in the config, which diffusers writes right after asking.
+        """Enter the FP8 layers in the model's config, which diffusers writes after this call.
 
         Raises ``CheckpointError`` if the model has adapters, or layers that no loader reads.
         """
@@ -275,7 +275,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         return True
 
     def dequantize(self, model: Any) -> Any:
-        """Put dense layers in the place of FP8 ones."""
+        """Turn FP8 layers into dense ones, and remove the quantization from the config."""
         restore_dense(model)
         _forget(model)
         model.__dict__.pop("hf_quantizer", None)
@@ -284,7 +284,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
 
 class _QuantizerOfModel(QuantizerOfLayers):
-    """The quantizer of a model that was converted after it was made."""
+    """Finds a quantizer for models that were converted after they were made."""
 
     def __get__(self, model: Any, owner: type) -> Any:
         found = super().__get__(model, owner)
@@ -293,8 +293,8 @@ class _QuantizerOfModel(QuantizerOfLayers):
         return found
 
 
-def tell() -> None:
-    """Let every diffusers model with FP8 layers be saved as what ``from_pretrained`` reads."""
+def patch() -> None:
+    """Let diffusers save models with FP8 layers so that ``from_pretrained`` reads them."""
     ModelMixin.hf_quantizer = _QuantizerOfModel(
         lambda _: Fp8KitQuantizer(Fp8KitConfig(layers={}), pre_quantized=True)
     )
@@ -304,7 +304,7 @@ def tell() -> None:
 
 
 def _join_dense_alone(kind: Any, /, **_: Any) -> None:
-    """Let attention of a class, and of those made of it, refuse to join the codes of q, k and v."""
+    """Make ``fuse_projections`` of an attention class and its subclasses refuse FP8 layers."""
     for subclass in kind.__subclasses__():
         _join_dense_alone(subclass)
     if "fuse_projections" in vars(kind):
@@ -330,7 +330,7 @@ def _layers(model: nn.Module) -> dict[str, Fp8Linear]:
 
 
 def _linear(model: nn.Module, name: str) -> Any:
-    """Return the layer that is to become FP8."""
+    """Return the linear layer of a name; raise ``CheckpointError`` if the model has none."""
     try:
         found = model.get_submodule(name)
     except AttributeError:
@@ -345,7 +345,7 @@ def _linear(model: nn.Module, name: str) -> Any:
 
 
 def _forget(model: Any) -> None:
-    """Take the quantization out of a model's config."""
+    """Remove the quantization from a model's config."""
     kept = {k: v for k, v in model.config.items() if k != "quantization_config"}
     model._internal_dict = FrozenDict(kept)
 

@@ -1,7 +1,7 @@
 """FLUX files of Black Forest Labs (``fp8r``): E4M3 ``weight`` and fp32 ``weight_scale [N]``.
 
-Their names and joined layers are those of the original FLUX. diffusers converts them with codes and
-scales kept together, by a tensor class of its own.
+They have the names and joined layers of the original FLUX. diffusers renames and splits them; a
+tensor class of diffusers keeps codes and scales together meanwhile (here: a bundle).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _ROWS = "fp8r"
 
 
 def bundled(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Put each weight of a file and its scales into one tensor of diffusers.
+    """Join each FP8 weight of a file and its scales into a bundle.
 
     The file has E4M3 ``X.weight [N, K]`` with fp32 ``X.weight_scale [N]``. Raises
-    ``UnsupportedError`` for NVFP4, or a diffusers that does not know these files, and
-    ``CheckpointError`` if a weight is not E4M3, or its scales are not one for each row.
+    ``UnsupportedError`` for NVFP4 and for a diffusers without that tensor class, and
+    ``CheckpointError`` if a weight is not E4M3, or has not one scale per row.
     """
     make = _bundle_class()
     layers = [n.removesuffix(".weight_scale") for n in state_dict if n.endswith(".weight_scale")]
@@ -47,12 +47,12 @@ def bundled(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_bundle(value: object) -> bool:
-    """Return whether a value of a state_dict is a weight with its scales."""
+    """Return whether a value of a state_dict is a bundle."""
     return getattr(value, "quant_type", None) == _ROWS
 
 
 def parts_of(bundle: Any) -> dict[str, Tensor]:
-    """Take codes ``[N, K]`` and fp32 scales ``[N, 1]`` out of a bundle."""
+    """Return the codes ``[N, K]`` and fp32 scales ``[N, 1]`` of a bundle."""
     return {"weight": bundle.as_tensor(), "weight_scale": bundle.weight_scale.float()[:, None]}
 
 

@@ -1,4 +1,4 @@
-"""What FP8 caches need of the model: itself, unwrapped, and room for the states of its encoder."""
+"""FP8 caches of encoder-decoder models, and the Transformers model inside wrappers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8kit.modules.libraries import unwrapped
 
 
 def transformers_model(model: Any) -> Any:
-    """Return the Transformers model in what PEFT, ``torch.compile`` or DDP made of it.
+    """Return the Transformers model inside wrappers of PEFT, ``torch.compile`` or DDP.
 
     Raises ``TypeError`` if there is none.
     """
@@ -29,9 +29,9 @@ def transformers_model(model: Any) -> Any:
 
 
 class WithEncoder(EncoderDecoderCache):  # type: ignore[misc]
-    """Makes a cache of a decoder one that has the encoder's states too, in high precision.
+    """Extends a decoder's cache by the encoder's keys and values, in high precision.
 
-    Cross-attention reads them from the cache itself, where codes would be taken for numbers.
+    Cross-attention reads these directly from the cache, where it would use codes as numbers.
     """
 
     @classmethod
@@ -45,7 +45,7 @@ class WithEncoder(EncoderDecoderCache):  # type: ignore[misc]
             cache.reset()
 
     def check_dynamic_cache(self, method: str) -> None:
-        """Leave it to the layers to refuse a method."""
+        """Accept every method here: the layers refuse those that they lack."""
 
     def reset(self) -> None:
         """Forget every token, and the encoder's states."""

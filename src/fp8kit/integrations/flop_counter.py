@@ -1,4 +1,4 @@
-"""torch's ``FlopCounterMode`` counts operators that it has a formula for, and others as nothing."""
+"""Formulas for torch's ``FlopCounterMode``, which counts operators without a formula as zero."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 Shape = Sequence[int]
 
 
-def tell() -> None:
-    """Give it a formula for each product: two operations per weight and row, as for dense ones."""
+def patch() -> None:
+    """Register a formula for each product: two operations per weight and row, as for dense ones."""
     operators = torch.ops.fp8kit
     if operators.linear in flop_registry:
         return
@@ -46,5 +46,5 @@ def _experts(_x: Shape, ids: Shape, _weights: Shape, w13: Shape, *others: Any, *
 
 
 def _experts_backward(_grad: Shape, *arguments: Any, **_: Any) -> int:
-    """Count both products twice: what was not kept of the forward pass, and their gradients."""
+    """Count both products twice: recomputed, as the forward pass kept nothing, and gradients."""
     return 2 * _experts(*arguments)

@@ -1,7 +1,7 @@
-"""huggingface_hub's mixin, whose ``from_pretrained`` fills the dense model that a class builds.
+"""Patches for huggingface_hub's mixin, whose ``from_pretrained`` fills a dense model.
 
-It copies FP8 codes into dense weights as if they were numbers, and passes over their scales; and it
-has no place for the schemes of layers, which its files get in their header.
+Unpatched, it copies FP8 codes into dense weights as if they were numbers, and ignores the scales.
+It also has no place for the schemes of layers: they go into the header of its files.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from safetensors.torch import save_model
 from fp8kit.errors import UnsupportedError
 from fp8kit.modules.libraries import on_demand, run_through
 
-# the mixin is told when fp8kit is imported
+# imported on demand, because the mixin is patched while fp8kit itself is imported
 _load = on_demand("fp8kit.io.models", "load")
 _described = on_demand("fp8kit.integrations.quantizer_of_layers", "described")
 
 
-def tell() -> None:
-    """Let the mixin make layers FP8 for which a file has codes and scales."""
+def patch() -> None:
+    """Let the mixin load files with codes by ``fp8kit.load``, and save FP8 layers' schemes."""
     bound = getattr(PyTorchModelHubMixin, "_load_as_safetensor", None)
     if bound is None:
         raise UnsupportedError("its mixin loads by other methods")

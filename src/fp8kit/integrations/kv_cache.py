@@ -1,8 +1,8 @@
 """KV caches of Transformers that hold keys and values as FP8 codes and scales.
 
-A layer subclasses the Transformers cache layer of its kind, filled with codes as bytes (torch has
-no ``index_copy_`` of FP8 on a CPU), and owns a second such layer for the scales. Both get every
-token at the same position, so growth, windows and masks are those of Transformers.
+A cache layer here subclasses the Transformers cache layer of its kind. The subclass holds codes as
+bytes (torch has no ``index_copy_`` of FP8 on a CPU) and owns a second Transformers layer for the
+scales. Both put a token at the same position, so growth, windows and masks are Transformers'.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fp8kit.ops import operators
 
 _E4M3 = torch.float8_e4m3fn
 _SCALES = ("token", "checkpoint")
-# what a layer holds beside its scales, or instead of keys and values
+# cache layers of models' layers that have no keys and values
 _NO_KEYS = {"linear_attention": LinearAttentionLayer, "conv": LinearAttentionLayer}
 if hasattr(cache_utils, "DummyLayer"):  # Transformers 5.17 has none
     _NO_KEYS |= {"dummy": cache_utils.DummyLayer}
@@ -41,10 +41,10 @@ _Pair = tuple[Tensor, Tensor]
 
 
 class _Fp8Layer(CacheLayerMixin):  # type: ignore[misc]
-    """Codes in a cache layer of Transformers, which comes next in the order of classes.
+    """A mixin that stores codes in the Transformers cache layer that follows it in the MRO.
 
-    ``fixed`` are scales of keys and of values, fp32 ``[1]`` or ``[heads, 1, 1]``; ``None`` takes
-    one for each token and head from the data.
+    ``fixed`` are scales of keys and of values, fp32 ``[1]`` or ``[heads, 1, 1]``; with ``None``
+    there is one scale per token and head, from the data.
     """
 
     plain: type[CacheLayerMixin]
@@ -55,15 +55,15 @@ class _Fp8Layer(CacheLayerMixin):  # type: ignore[misc]
         self.scales: Any = self.plain(**kwargs) if fixed is None else None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> _Pair:
-        """Store the states of new tokens, and return those of all, decoded.
+        """Store keys and values of new tokens, and return those of all tokens, decoded.
 
-        They are bf16, fp16 or fp32 ``[batch, heads, tokens, head_dim]``; other arguments are
-        ignored, as by Transformers. Raises ``UnsupportedError`` if a gradient would be lost.
+        They are bf16, fp16 or fp32 ``[batch, heads, tokens, head_dim]``; Transformers ignores other
+        arguments. Raises ``UnsupportedError`` if a gradient would be lost.
         """
         states = (key_states, value_states)
         _refuse_gradients(states)
         if self.fixed is None:
-            # of the floors under a scale, that of activations would coarsen small states
+            # role="weight" for its lower least scale: that of activations coarsens small states
             new = [functional.quantize(x, ROW, role="weight") for x in states]
             held = super().update(*(q.data.view(torch.uint8) for q in new), *args, **kwargs)
             scales = self.scales.update(*(q.scale for q in new))
@@ -79,7 +79,7 @@ class _Fp8Layer(CacheLayerMixin):  # type: ignore[misc]
         return keys, values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make room for codes, and for scales where the states come in high precision."""
+        """Allocate codes; also scales, if states come in high precision, before any update."""
         early = key_states.is_floating_point()
         codes = (x.to(torch.uint8) if early else x for x in (key_states, value_states))
         super().lazy_initialization(*codes)
@@ -97,13 +97,13 @@ class _Fp8Layer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """How many bytes of memory codes and scales take."""
+        """Bytes of memory of codes and scales."""
         held = (self.keys, self.values)
         beside = self.fixed or (self.scales.keys, self.scales.values)
         return sum(t.untyped_storage().nbytes() for t in (*held, *beside) if t is not None)
 
     def _both(self, method: str, *args: Any) -> None:
-        """Do with the codes and with their scales what Transformers' layers do with a tensor."""
+        """Call a method of Transformers' cache layer for the codes, then for the scales."""
         getattr(super(), method)(*args)
         if self.scales is not None:
             getattr(self.scales, method)(*args)
@@ -114,7 +114,7 @@ class _Fp8Layer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class _Growing(_Fp8Layer):
-    """What layers that grow can do with their tokens and sequences."""
+    """Methods of growing layers that change tokens and sequences."""
 
     reorder_cache = partialmethod(_Fp8Layer._both, "reorder_cache")
     crop = partialmethod(_Fp8Layer._both, "crop")
@@ -124,7 +124,7 @@ class _Growing(_Fp8Layer):
     def reset(self) -> None:
         """Forget every token."""
         self._both("reset")
-        for layer in (self, self.scales):  # Transformers 5.17 leaves as many tokens of zeros
+        for layer in (self, self.scales):  # Transformers 5.17 only fills the tokens with zeros
             if layer is not None:
                 layer.keys = layer.values = None
                 layer.is_initialized = False
@@ -145,10 +145,10 @@ class Fp8SlidingLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc
 
 
 class _Fixed(_Fp8Layer):
-    """What layers of fixed size and addresses can do with their sequences."""
+    """Methods of layers of fixed size and addresses that change sequences, or refuse to."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> _Pair:
-        """Store the states of new tokens, and return those of all; refuse what has no place."""
+        """Store new tokens, and return all, decoded; refuse another batch or too many tokens."""
         if self.is_initialized and not torch.compiler.is_compiling():
             held, arrived = tuple(self.keys.shape[:2]), tuple(key_states.shape[:2])
             if held != arrived:
@@ -157,10 +157,10 @@ class _Fixed(_Fp8Layer):
         return super().update(key_states, value_states, *args, **kwargs)
 
     def _check_room(self, tokens: int) -> None:
-        """Refuse tokens that do not fit; a window always has room."""
+        """Do nothing: a window always has room. ``Fp8StaticLayer`` refuses too many tokens."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the sequences of these indices, into the same memory."""
+        """Reorder the sequences by these indices, in the same memory."""
         if self.get_seq_length() > 0:
             held = [self.keys, self.values]
             held += [] if self.scales is None else [self.scales.keys, self.scales.values]
@@ -168,7 +168,7 @@ class _Fixed(_Fp8Layer):
                 tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse, as Transformers' static layers cannot either."""
+        """Refuse, as Transformers' static layers do."""
         raise _not_static(f"crop({tokens_to_remove})")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -189,7 +189,7 @@ class Fp8StaticLayer(_Fixed, StaticLayer):  # type: ignore[misc]
         if torch.compiler.is_compiling():
             return
         count = self.cumulative_length
-        held = int(count) if count.device.type == "cpu" else 0  # elsewhere that would wait
+        held = int(count) if count.device.type == "cpu" else 0  # reading a GPU's count would wait
         if held + tokens > self.max_cache_len:
             raise InvalidValue(
                 f"Got {tokens} tokens for an Fp8StaticCache that holds {held}.",
@@ -220,28 +220,28 @@ _STATIC: dict[str, type[_Fp8Layer]] = {
 class _Fp8Cache(Cache):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
-        """How many bytes of memory codes and scales take."""
+        """Bytes of memory of codes and scales."""
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, _Fp8Layer))
 
 
 class Fp8Cache(_Fp8Cache):
     """A growing KV cache in FP8, for ``generate(past_key_values=...)`` or a call of the model.
 
-    Attention reads what is stored, also of the tokens of the same call: results do not depend on
-    how a prompt is cut into calls. Layers with a sliding window keep the window.
+    Attention reads the stored FP8 values even of the tokens of the same call, so results do not
+    depend on how a prompt is split into calls. Layers with a sliding window keep only the window.
 
     Args:
-        model: one of Transformers, also in PEFT's or torch's wrappers, for its config and the
-            scales of its checkpoint. Of an encoder-decoder model the decoder's own states become
-            FP8; cross-attention gets those of the encoder as they are.
+        model: a Transformers model, also inside PEFT's or torch's wrappers, for its config and the
+            scales of its checkpoint. In an encoder-decoder model the decoder's own keys and values
+            become FP8; those of the encoder stay in high precision.
         scale: ``"token"`` for one scale per token and head, taken from the data; ``"checkpoint"``
             for those that ``fp8kit.load`` found, one per layer (or head) for keys and for values.
 
     Raises:
-        ValueError: for another ``scale``, or a scale of a checkpoint that is not positive.
+        ValueError: for another ``scale``, or a checkpoint's scale that is not positive and finite.
         TypeError: if ``model`` is no Transformers model.
         CheckpointError: if the checkpoint had no scales for a layer.
-        UnsupportedError: for kinds of layers without such a cache.
+        UnsupportedError: if the model has a kind of cache layer without an FP8 form.
 
     Example:
         >>> model = fp8kit.load("fp8-dir")
@@ -260,11 +260,11 @@ class Fp8StaticCache(_Fp8Cache):
 
     Args:
         model: as for ``Fp8Cache``.
-        max_cache_len: how many tokens it has room for.
+        max_cache_len: the number of tokens that fit, of prompt and answer together.
         scale: as for ``Fp8Cache``.
 
     Raises:
-        ValueError: as for ``Fp8Cache``, or if there is no room for a token.
+        ValueError: as for ``Fp8Cache``, or if ``max_cache_len`` is no positive integer.
         TypeError: as for ``Fp8Cache``.
         CheckpointError: as for ``Fp8Cache``.
         UnsupportedError: as for ``Fp8Cache``.
@@ -289,11 +289,11 @@ class Fp8StaticCache(_Fp8Cache):
 
 
 class _Fp8CacheWithEncoder(WithEncoder, Fp8Cache):
-    """What ``Fp8Cache`` of an encoder-decoder model is."""
+    """The class of an ``Fp8Cache`` for an encoder-decoder model."""
 
 
 class _Fp8StaticCacheWithEncoder(WithEncoder, Fp8StaticCache):
-    """What ``Fp8StaticCache`` of an encoder-decoder model is."""
+    """The class of an ``Fp8StaticCache`` for an encoder-decoder model."""
 
 
 def _layers(
@@ -323,7 +323,7 @@ def _layers(
 
 
 def _scales_of(model: PreTrainedModel) -> dict[int, _Pair]:
-    """Return the scales of keys and values that ``load`` left on each attention module."""
+    """Return the scales of keys and values that ``load`` set on attention modules, by layer."""
     found = {}
     for name, module in model.named_modules():
         held = getattr(module, "cache_scales", {})
@@ -348,7 +348,7 @@ def _encode(x: Tensor, scale: Tensor) -> Tensor:
 
 def _decode(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     held = codes.view(_E4M3)
-    # a compiler fuses the cast with what follows; otherwise the fastest there is
+    # a compiler fuses the cast with the product; eagerly, decode() is the fastest way
     wide = held.float() if torch.compiler.is_compiling() else decode(held, torch.float32)
     return (wide * scale).to(dtype)
 

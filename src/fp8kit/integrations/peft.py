@@ -1,7 +1,7 @@
 """LoRA and DoRA on FP8 layers: adapters that merge, and unmerge to the same bytes.
 
-An adapter runs beside its layer without changes here. Where PEFT computes with the layer's weight,
-it gets the dequantized weight, or an error.
+An unmerged adapter runs beside its layer, and needs nothing of this module. Where PEFT computes
+with the layer's weight, it gets the dequantized weight, or an error.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from fp8kit.modules.linear import Fp8Linear
 
 OLDEST = (0, 21)
 _DORA = ("use_dora",)
-_INITS = (True, False, "gaussian", "eva")  # those that do not read the weight
+_INITS = (True, False, "gaussian", "eva")  # initializations that do not read the weight
 
 
 @dataclass(frozen=True, slots=True)
 class _Unmerged:
-    """What a layer held before adapters were merged into it; codes and scales as bytes."""
+    """The tensors of a layer before adapters were merged into it; codes and scales as uint8."""
 
-    weight: dict[str, Tensor]  # bytes of codes, scales and, of a rebased weight, exponents
+    weight: dict[str, Tensor]  # uint8 copies of codes, scales and, if rebased, exponents
     bias: Tensor | None
     original_weight: Tensor | None
 
@@ -62,8 +62,8 @@ class _Unmerged:
 class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
     """The LoRA layer around an ``Fp8Linear``; ``get_peft_model`` makes it.
 
-    ``merge`` adds what the adapters say to the dequantized weight, in fp32, and quantizes the sum,
-    once for all merged adapters, into the storage of the layer. ``unmerge`` puts the bytes back
+    ``merge`` adds the adapters' updates to the dequantized weight, in fp32, and quantizes the sum,
+    once for all merged adapters, into the storage of the layer. ``unmerge`` restores the bytes
     that the layer held before.
 
     Example:
@@ -77,14 +77,14 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], Any]:
-        """Return PEFT's variants, with the one of DoRA that reads FP8 weights."""
+        """Return PEFT's variants, with a DoRA variant that reads FP8 weights."""
         return {**super().lora_variants, _DORA: _DoraVariant}
 
     def update_layer(self, adapter_name: str, *args: Any, config: Any, **kwargs: Any) -> None:
-        """Add an adapter; refuse one whose initialization would take codes for numbers."""
+        """Add an adapter; refuse one whose initialization would use codes as numbers."""
         if config.init_lora_weights not in _INITS:
             raise _made_from_codes(f"init_lora_weights={config.init_lora_weights!r}")
-        if getattr(config, "kasa_config", None):  # an adapter on meta would read it in a forward
+        if getattr(config, "kasa_config", None):  # would read the weight, on meta only in forward
             raise _made_from_codes("kasa_config")
         _in_words(super().update_layer, adapter_name, *args, config=config, **kwargs)
 
@@ -95,9 +95,9 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
     ) -> None:
         """Merge adapters into the weight, by default the active ones.
 
-        ``safe_merge`` changes nothing: what is not finite is never merged. Raises ``ValueError``
-        then, and ``UnsupportedError`` for an adapter of another kind than FP8 takes; nothing is
-        changed.
+        Raises ``ValueError`` if a merged value is not finite, with or without ``safe_merge``, and
+        ``UnsupportedError`` for an adapter other than LoRA and DoRA, or with a bias for a layer
+        without. The layer is then unchanged.
         """
         names = [n for n in check_adapters_to_merge(self, adapter_names) or [] if n in self.lora_A]
         if not names:
@@ -119,7 +119,7 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
         self._unmerged, self.merged_adapters = held, merged
 
     def unmerge(self) -> None:
-        """Take all merged adapters out: the layer holds the bytes that it held before."""
+        """Unmerge all adapters: restore the bytes that the layer held before."""
         if self._unmerged is None:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
@@ -130,7 +130,7 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
-        """Refuse another base weight while adapters are merged: unmerging would take it back."""
+        """Refuse a new base weight while adapters are merged: unmerging would discard it."""
         if self._unmerged is not None and f"{prefix}base_layer.weight" in state_dict:
             rest[-1].append(
                 teach(
@@ -143,7 +143,7 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _summed(self, held: _Unmerged, adapters: list[str]) -> tuple[Tensor, Tensor | None]:
-        """Compute weight and bias with adapters, in fp32, from what the layer held before."""
+        """Compute weight and bias with adapters, in fp32, from the layer's unmerged tensors."""
         layer, fp32 = self.get_base_layer(), torch.float32
         before = _dense(layer, held)
         weight = before
@@ -190,7 +190,7 @@ def _made_from_codes(what: str) -> UnsupportedError:
 
 
 def _in_words(own: Any, *args: Any, **kwargs: Any) -> Any:
-    """Say what torch means where it computes nothing in FP8, which is the dtype of our weights."""
+    """Call a function; replace torch's error for FP8 arithmetic by one that says what to do."""
     try:
         return own(*args, **kwargs)
     except NotImplementedError as error:
@@ -200,7 +200,7 @@ def _in_words(own: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _DoraLayer(DoraLinearLayer):  # type: ignore[misc]
-    """Computes norms and results from the dequantized weight, which is made for each call."""
+    """DoRA's norms and results, from the weight that is dequantized at each call."""
 
     def update_layer(self, *, base_layer: Fp8Linear, **kwargs: Any) -> None:
         super().update_layer(base_layer=base_layer.to_linear(), **kwargs)
@@ -227,7 +227,7 @@ class _DoraVariant(DoraLinearVariant):  # type: ignore[misc]
         module.lora_magnitude_vector[adapter_name] = magnitude
 
 
-def tell() -> None:
+def patch() -> None:
     """Let PEFT put ``Fp8LoraLinear`` around FP8 layers.
 
     Raises ``UnsupportedError`` if this version of PEFT is too old.
@@ -247,7 +247,7 @@ def tell() -> None:
 
 
 def _refuse_fp8(own: Any, wrapper: Any) -> None:
-    """Refuse to train a copy of FP8 layers, of which the first backward would know no name."""
+    """Refuse ``modules_to_save`` with FP8 layers; the error of a later backward names no layer."""
     own(wrapper)
     modules = wrapper.original_module.modules()
     found = [m for m in modules if isinstance(m, Fp8Linear | ExpertTensors)]
@@ -261,7 +261,7 @@ def _refuse_fp8(own: Any, wrapper: Any) -> None:
 
 
 def _scale_in_high_precision(own: Any, layer: Any, adapter_name: str, *scales: Tensor) -> None:
-    """Give UniLora's scales, which it casts to the dtype of the weight, the compute dtype."""
+    """Cast UniLora's scales to the compute dtype: UniLora casts them to the weight's, FP8."""
     own(layer, adapter_name, *scales)
     base = layer.get_base_layer()
     held = layer.unilora_scales_A, layer.unilora_scales_B
@@ -271,7 +271,7 @@ def _scale_in_high_precision(own: Any, layer: Any, adapter_name: str, *scales: T
 
 
 def _dispatch(target: Any, adapter_name: str, config: Any, **kwargs: Any) -> Any:
-    """Make the LoRA layer around a module, as PEFT's function of this name does."""
+    """Make the LoRA layer around a module, in place of PEFT's ``dispatch_default``."""
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
     parameter = kwargs.get("parameter_name")
     if parameter is not None:
@@ -288,13 +288,13 @@ def _dispatch(target: Any, adapter_name: str, config: Any, **kwargs: Any) -> Any
     elif isinstance(base, Fp8Linear):
         kwargs.pop("parameter_name", None)
         wrapped = Fp8LoraLinear(target, adapter_name, config=config, **kwargs)
-        wrapped.fan_in_fan_out = False  # codes lie [N, K], also those of a Conv1D
+        wrapped.fan_in_fan_out = False  # codes are [N, K], also if the layer was a Conv1D
         return wrapped
     return lora_layer.dispatch_default(target, adapter_name, config=config, **kwargs)
 
 
 def _dense(layer: Fp8Linear, held: _Unmerged) -> Tensor:
-    """Return the weight that a layer held, in fp32 on its device."""
+    """Return the unmerged weight of a layer, in fp32 on its device."""
     if held.original_weight is not None:
         return held.original_weight.detach().to(layer.codes.device, torch.float32)
     q = layer.quantized_weight()
@@ -313,5 +313,5 @@ def _held(layer: Fp8Linear) -> dict[str, Tensor]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Copy a tensor as bytes, which any pickle takes."""
+    """Copy a tensor as uint8, which any pickle can store."""
     return tensor.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8)

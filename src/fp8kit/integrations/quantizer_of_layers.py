@@ -1,4 +1,4 @@
-"""What libraries need from a model with FP8 layers: quantizer, schemes, and its dense form."""
+"""What libraries need of a model with FP8 layers: a quantizer, its schemes, its dense form."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fp8kit.modules.stacked_experts import StackedExperts
 
 
 class QuantizerOfLayers:
-    """The ``hf_quantizer`` of models that hold FP8 layers, whoever put them there.
+    """A descriptor ``hf_quantizer`` for models with FP8 layers that no loader has quantized.
 
-    Set on the class of a library's models, it is found where a model has no quantizer of its own:
-    after ``convert`` of the model, of a part of it or of a module around it, and in copies and
-    pickles of these. ``make`` gives a quantizer for models with a layer.
+    It is set on the class of a library's models, so it is found where a model has no quantizer of
+    its own: after ``convert`` of the model, of a part of it or of a module around it, and in copies
+    and pickles. ``make`` returns a quantizer, given one FP8 layer of the model.
     """
 
     def __init__(self, make: Callable[[Fp8Linear | ExpertTensors], object]) -> None:
@@ -44,7 +44,7 @@ class QuantizerOfLayers:
 
 
 def refuse_disk(device_map: object) -> None:
-    """Refuse to quantize into weights that live on disk: they would stay as in the file."""
+    """Refuse to quantize weights that a device map keeps on disk: they would stay dense."""
     if isinstance(device_map, dict) and "disk" in device_map.values():
         raise UnsupportedError(
             "Got a device_map that places layers on disk.",
@@ -54,7 +54,7 @@ def refuse_disk(device_map: object) -> None:
 
 
 def misfit(name: str, found: Sequence[int], wanted: Sequence[int], kind: str) -> CheckpointError:
-    """Return the error for a tensor of another shape than a model of a kind has for it."""
+    """Return the error for a tensor of a wrong shape; ``kind`` names the model's class."""
     return CheckpointError(
         f"{name} has shape {list(found)}.",
         f"{kind}, built from config.json, needs {list(wanted)}.",
@@ -70,16 +70,16 @@ def described(model: nn.Module) -> str:
             found[name] = plain(module.scheme)
         elif isinstance(module, ExpertTensors):
             scheme = module.scheme
-            if scheme.rebased:  # exponents of stacks are not read back: what they are without
+            if scheme.rebased:  # a stack's exponents are not read back: name the plain scheme
                 scheme = scheme_of(scheme.weight, scheme.activation)
             found |= {named(name, stack): plain(scheme) for stack in module.stacks.names}
     return json.dumps(found) if found else ""
 
 
 def restore_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Put dense layers in the place of FP8 ones, and what was fused as it was, in place.
+    """Turn FP8 layers into dense ones and undo fusion, in place.
 
-    By default they get each layer's ``compute_dtype``.
+    ``dtype`` is that of the dense weights, by default each layer's ``compute_dtype``.
     """
     dense: dict[nn.Module, nn.Module] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):

@@ -1,8 +1,8 @@
 """Spread the files of a checkpoint over the machines of a Ray cluster: one file, one task.
 
 The plan is made first, so the result does not depend on which machine writes a file. Every machine
-sees source and destination under the same paths. A task whose worker is lost runs again elsewhere,
-under a temporary name of its own, so the lost one cannot corrupt it.
+sees source and destination under the same paths. If a worker is lost, its task runs again elsewhere
+and writes under another temporary name, so the lost worker cannot corrupt the file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fp8kit.checkpoint.streaming.executor import is_whole, write_shards
 from fp8kit.checkpoint.streaming.work_plan import Work
 from fp8kit.errors import CheckpointError, InvalidValue
 
-# how often a file is tried again after its worker was lost
+# how often a task is repeated after its worker was lost
 RETRIES = 10
 
 
@@ -29,14 +29,14 @@ def _write(work: Work, index: int, source: str, folder: str, device: str) -> Non
     for place in (source, folder):
         if not Path(place).is_dir():
             raise _unshared(f"The machine {socket.gethostname()} does not see {place}.")
-    if is_whole(Path(folder), work.shards[index]):  # by a worker that was lost afterwards
+    if is_whole(Path(folder), work.shards[index]):  # a worker wrote it, and was lost afterwards
         return
     places, devices = (Path(source), Path(folder)), [torch.device(device)]
     write_shards(work, [index], *places, lambda _: None, devices)
 
 
 class Runner:
-    """Carries out a plan of work on a Ray cluster; arguments as of ``ray_runner``."""
+    """Carries out a work plan on a Ray cluster; arguments are those of ``ray_runner``."""
 
     write = staticmethod(_write)
 
@@ -53,9 +53,9 @@ class Runner:
     ) -> None:
         """Write some files of a plan, each in a task of its own.
 
-        Every machine sees both directories. ``progress`` is called with the bytes of the source
-        that were done since the last call. Raises ``CheckpointError`` if a machine does not see the
-        directories, or what the task raised.
+        Every machine must see both directories. ``progress`` is called with the source bytes of
+        each finished file. Raises ``CheckpointError`` if a machine does not see the directories,
+        ``ValueError`` if there is no cluster, and errors of tasks as they are.
         """
         kind = "GPU" if self.device.startswith("cuda") else "CPU"
         gpus = 1 if kind == "GPU" else 0
@@ -65,7 +65,7 @@ class Runner:
             if not ray.is_initialized():
                 try:
                     ray.init(address=self.address, log_to_driver=False, include_dashboard=False)
-                except ConnectionError as error:  # Ray names options of its own commands
+                except ConnectionError as error:  # Ray's own text names options of its commands
                     raise InvalidValue(
                         f"Found no Ray cluster at {self.address!r}.",
                         "The files are spread over a cluster that runs already.",
@@ -88,7 +88,7 @@ class Runner:
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from error
             finally:
-                # not cancelled: Ray aborts this process if a task ends while it is being cancelled
+                # wait, do not cancel: Ray aborts this process if a task ends while being cancelled
                 if running:
                     ray.wait(list(running), num_returns=len(running))
         missing = [s.file for i in indices if not is_whole(folder, s := work.shards[i])]

@@ -1,8 +1,8 @@
-"""torch's model wrappers around FP8 layers: DDP, FSDP1 and averages of weights.
+"""Patches for torch's model wrappers around FP8 layers: DDP, FSDP1 and ``AveragedModel``.
 
-Each of them broadcasts, flattens or averages all parameters, none of which is defined for codes.
-Codes and their scales are frozen: DDP trains the rest, and broadcasts the first rank's codes as
-bytes; an average covers the rest. FSDP1 is refused unless it is told to ignore them.
+They broadcast, flatten or average all parameters, which is undefined for codes. Codes and their
+scales are frozen. So DDP ignores them, and broadcasts those of the first rank as bytes;
+``AveragedModel`` averages the rest; FSDP1 raises unless the caller lets it ignore them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fp8kit.formats import FP8_FORMATS
 from fp8kit.modules.libraries import run_through
 
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
-_IGNORED = "_ddp_params_and_buffers_to_ignore"  # DDP looks for it on the module it gets
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # DDP reads it from the module that it wraps
 
 
-def tell() -> None:
-    """Let the wrappers of torch that are loaded know FP8 layers."""
+def patch() -> None:
+    """Patch DDP and ``AveragedModel``, and FSDP1 if it is loaded."""
     run_through(nn.parallel.DistributedDataParallel, "__init__", _distribute)
     run_through(torch.optim.swa_utils.AveragedModel, "update_parameters", _average)
     if _FSDP in sys.modules:
@@ -32,7 +32,7 @@ def tell() -> None:
 
 
 def _frozen(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """Return codes and what belongs to them; biases are numbers of their own."""
+    """Return codes and their scales, as ``(module, name, Parameter)``; biases are dense."""
     held = [(m, {n: p for n, p in m._parameters.items() if p is not None}) for m in model.modules()]
     return [
         (module, name, p)
@@ -53,7 +53,7 @@ def _distribute(own: Any, self: Any, module: nn.Module, *args: Any, **kwargs: An
     before = vars(module).get(_IGNORED, ())
     named = {n: p for n, p in module.named_parameters(remove_duplicate=False) if id(p) in held}
     if given.get("mixed_precision") is not None:
-        for p in held.values():  # it casts parameters by themselves, and looks for this mark
+        for p in held.values():  # mixed precision casts every Parameter without this mark
             p._ddp_ignored = True  # type: ignore[attr-defined]
     setattr(module, _IGNORED, [*before, *named])
     try:

@@ -1,7 +1,7 @@
-"""Transformers models: loaded from any checkpoint this package reads, and exported.
+"""Load Transformers models from any checkpoint that this package reads.
 
-Checkpoints are opened and checked by ``checkpoint.storage.reader``; Transformers gets its tensors,
-under the names and in the shapes of this package, and builds the model around them.
+``checkpoint.storage.reader`` opens and checks the checkpoint. Transformers' own loader builds the
+model, and gets each tensor under the name and in the shape that this package gives it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from fp8kit.integrations.transformers_trial import accepted_of as accepted_of
 from fp8kit.integrations.transformers_trial import renamed
 from fp8kit.modules.mx_forms import settle
 
-# what a model is built of one by one
+# fields of a config that count modules which a model builds one by one
 _COUNT = re.compile(r"(layer|expert|block|stage|depth)s?$|^n_layer")
 _FEW = 4096
 
@@ -63,14 +63,13 @@ def load(
 ) -> tuple[Any, Filled]:
     """Load a Transformers model from a checkpoint that has been opened.
 
-    Each tensor is read when it is placed, experts one by one into the stacks of the model. FP8
-    layers that the model merges with others in any other way, or whose weight its code reads, are
-    decoded to high precision.
-    ``config`` is for a checkpoint in high precision alone; ``strict`` raises if the checkpoint
-    holds tensors that the model does not use, and ``form`` is as in ``mx_forms.settle``. Gives the
-    model in eval mode, and what to know about the load. Raises ``CheckpointError`` if Transformers
-    has no such model, or tensors are missing, and ``UnsupportedError`` if this version of
-    Transformers is too old.
+    Each tensor is read when it is placed; experts are read one by one into the model's stacks.
+    Other FP8 layers that the model merges, or whose weight its code reads, are decoded to high
+    precision. ``config`` is only for a checkpoint in high precision, which is quantized. ``strict``
+    raises if the checkpoint has tensors that the model does not use. ``form`` is as in
+    ``mx_forms.settle``. Returns the model in eval mode, and a ``Filled`` about the load. Raises
+    ``CheckpointError`` if Transformers has no such model, or tensors are missing, and
+    ``UnsupportedError`` if this version of Transformers is too old.
     """
     check_version()
     checkpoint = checkpoint.for_engines()
@@ -122,17 +121,17 @@ def load(
 
 
 def _refuse_infinities(model: PreTrainedModel) -> None:
-    """Refuse what a cast to fp16, which Transformers makes by itself, has made infinite."""
+    """Refuse parameters that have become infinite in Transformers' own cast to fp16."""
     halves = {n: p for n, p in model.named_parameters() if p.dtype is torch.float16}
     if beyond := [name for name, p in halves.items() if p.isinf().any()]:
         raise beyond_fp16(f"{some_of(beyond)} have")
 
 
 def in_model(checkpoint: Checkpoint, model: Any) -> Checkpoint:
-    """Return a checkpoint under the names that its tensors have in a model of Transformers.
+    """Return a checkpoint whose tensors have their names in a Transformers model.
 
-    Files have other names than many models, and the loader of Transformers renames them. What it
-    cuts into rows gets the name of the joined layer that the parts have here.
+    Tensors of many models have other names in files, and Transformers' loader renames them. A
+    tensor that the loader splits by rows gets this package's name of the joined layer.
     """
     every = get_model_conversion_mapping(model)
     rules = [r for r in every if isinstance(r, WeightRenaming)]
@@ -143,7 +142,7 @@ def in_model(checkpoint: Checkpoint, model: Any) -> Checkpoint:
         if pattern in cuts:
             part, _, kind = name.rpartition(".")
             found[n] = f"{part.rpartition('.')[0]}.{cuts[pattern][1]}.{kind}"
-    for name, layer in checkpoint.layers.items():  # no model that is dense knows its scales
+    for name, layer in checkpoint.layers.items():  # a dense model has no names for scales
         kind = layer.weight.removeprefix(name)
         found[name] = found[layer.weight].removesuffix(kind)
         for scale in (layer.scale, layer.input_scale):
@@ -153,7 +152,7 @@ def in_model(checkpoint: Checkpoint, model: Any) -> Checkpoint:
 
 
 def _cuts(rule: Any) -> str:
-    """Name the joined layer that a rule cuts into parts, by rows; empty if it does not."""
+    """Return the joined layer that a rule splits by rows; empty if it does something else."""
     kinds = [type(operation).__name__ for operation in getattr(rule, "operations", ())]
     if kinds != ["Chunk"] or rule.operations[0].dim != 0 or len(rule.source_patterns) != 1:
         return ""
@@ -187,11 +186,11 @@ def skeleton(checkpoint: Checkpoint) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _OnDisk:
-    """A tensor that is read when the loader indexes it, which it does right before placing it."""
+    """A tensor that is read when the loader indexes it, which is right before placing it."""
 
     checkpoint: Checkpoint
     name: str
-    codes: Layer | None = None  # a layer that is decoded
+    codes: Layer | None = None  # if given, this FP8 layer is decoded to ``high``
     high: torch.dtype = torch.bfloat16
 
     @property
@@ -211,10 +210,10 @@ class _OnDisk:
 
 
 def _layers(checkpoint: Checkpoint, model: Any) -> tuple[list[str], list[str], Mapping[str, str]]:
-    """Divide the FP8 layers into those that stay FP8 in the model, and the others.
+    """Divide the FP8 layers into those that stay FP8 in the model, and those that are decoded.
 
-    Those are merged, or their weight is read by code or tied to a layer that is not in the files;
-    the reasons of the latter come with them.
+    Decoded are layers that the model merges, whose weight its code reads, or is tied to a layer
+    that is not in the files; the third result has the reasons of all but the merged ones.
     """
     weights = {layer.weight: name for name, layer in checkpoint.layers.items()}
     kept, merged = layers_in_model(model, weights)
@@ -227,9 +226,10 @@ def _layers(checkpoint: Checkpoint, model: Any) -> tuple[list[str], list[str], M
 
 
 def _tied(checkpoint: Checkpoint, model: Any, kept: Mapping[str, str]) -> dict[str, str]:
-    """Return why FP8 layers are decoded whose weight is that of a linear layer without one on disk.
+    """Return the FP8 layers that are tied to a linear layer without a weight on disk, with reasons.
 
-    That one would get the codes. Weights are named as on disk, and ``kept`` has their modules.
+    The other layer would get the codes as its weight. ``kept`` maps weights, named as on disk, to
+    modules; the result has the same names.
     """
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     held, _ = layers_in_model(model, [n for n in checkpoint.tensors if n.endswith(".weight")])
@@ -245,7 +245,7 @@ def _tied(checkpoint: Checkpoint, model: Any, kept: Mapping[str, str]) -> dict[s
 
 
 def _surplus(checkpoint: Checkpoint, taken: Taken) -> set[str]:
-    """Name the tensors of experts beyond the model's, which its loader would stack as it can."""
+    """Return tensors of experts beyond the model's, which its loader would stack nevertheless."""
 
     def place(name: str) -> tuple[str, str]:
         holder = experts_of(name)
@@ -258,7 +258,7 @@ def _surplus(checkpoint: Checkpoint, taken: Taken) -> set[str]:
 
 
 def _cache_places(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
-    """Name in the model the scales of the KV cache whose module it has and does not use itself."""
+    """Return the name in the model of each KV cache scale that the model does not load itself."""
     homes = {name.rpartition(".")[0] for name in checkpoint.kv_scales}
     weights = [n for n in checkpoint.tensors if n.rpartition(".")[0].rpartition(".")[0] in homes]
     linears, _ = layers_in_model(model, [n for n in weights if n.endswith(".weight")])
@@ -304,7 +304,7 @@ def _taken(checkpoint: Checkpoint, model: Any, config: Fp8KitConfig | None) -> T
 def _config(
     checkpoint: Checkpoint, layers: Sequence[str], taken: Taken, form: Scheme | None
 ) -> Any:
-    """Read the model's config, with the quantization that is announced put in our words."""
+    """Read the model's config; its quantization becomes one of the method ``fp8kit``."""
     config = _model_config(checkpoint)
     if checkpoint.spec is not None:
         config.quantization_config = {
@@ -337,7 +337,7 @@ def _model_config(checkpoint: Checkpoint) -> Any:
 
 
 def _check_counts(checkpoint: Checkpoint, config: Any, place: str = "") -> None:
-    """Refuse more layers or experts than there are tensors, before they are built one by one."""
+    """Refuse a config with more layers or experts than tensors, before they are built."""
     for key, value in config.items() if isinstance(config, dict) else ():
         if isinstance(value, dict):
             _check_counts(checkpoint, value, f"{place}{key}.")
@@ -351,7 +351,7 @@ def _check_counts(checkpoint: Checkpoint, config: Any, place: str = "") -> None:
 
 
 def _check_shapes(checkpoint: Checkpoint, model: Any, apart: set[str]) -> None:
-    """Refuse what cannot fit before memory is taken for it; renamed tensors are checked later."""
+    """Refuse wrong shapes before memory is allocated; renamed tensors are checked later."""
     wanted = model.state_dict()
     for name, info in checkpoint.tensors.items():
         found = tuple(wanted[name].shape) if name in wanted else info.shape

@@ -1,13 +1,13 @@
 """Attention for Transformers that decodes a token without repeating keys and values in memory.
 
-Where heads share keys and values, and a mask hides the room of a static cache or padding, torch
-gets a copy of both for every head of the queries (of Transformers 5.23 only in compiled graphs): in
+With grouped-query attention and a mask (for a static cache's free room, or padding), Transformers
+copies keys and values for every query head before it calls torch (5.23 only in compiled graphs): in
 a batch of 64 that takes longer than the FP8 products of a layer. Under the name ``fp8kit_sdpa`` a
 kernel of this package attends to one new token of each sequence, and reads keys and values once.
-Everything else is the ``sdpa`` of Transformers, also a token without a mask, for which torch's own
-kernel repeats nothing. The name holds "sdpa" because Transformers then refuses models for which
-that is wrong, such as those with attention sinks. Models whose code compares the name with "sdpa"
-are refused here: under any other they hand over something else, as indices of tokens for a mask.
+All other calls run the ``sdpa`` of Transformers, also one token without a mask, for which torch's
+kernel repeats nothing. The name contains "sdpa" because Transformers then refuses models for which
+sdpa is wrong, such as those with attention sinks. Models whose code compares the name with "sdpa"
+are refused here: under another name they pass other arguments, such as token indices for a mask.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from fp8kit.ops.transforms import is_transformed
 from fp8kit.runtime.replay_cache import ReplayCache
 
 NAME = "fp8kit_sdpa"
-# arguments that change the result
+# arguments that change the result, which the kernel does not know
 _OTHERS = ("position_bias", "softcap", "s_aux", "output_attentions")
 _COMPARISON = re.compile(r"""_attn_implementation\s*(==|!=|in\b|not in\b).*["']sdpa["']""")
-_compared: dict[str, bool] = {}  # by the name of a Python module; compilers trace a cache
+_compared: dict[str, bool] = {}  # by Python module; functools.cache would be traced by compilers
 _replays: WeakKeyDictionary[nn.Module, ReplayCache] = WeakKeyDictionary()
 
 
@@ -49,13 +49,13 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as Transformers' ``sdpa`` does; arguments and results are those of its interface.
+    """Attend as Transformers' ``sdpa`` does, with the arguments and results of its interface.
 
     Queries are ``[batch, heads, tokens, head_dim]``, keys and values ``[batch, key_heads, all
-    tokens, ...]``, a mask is bool ``[batch or 1, 1, tokens, all tokens]``. Gives ``[batch, tokens,
-    heads, value_dim]``, and ``None``. Raises ``UnsupportedError`` for a paged cache
-    (``generate_batch``), whose masks are made for ``sdpa``, and for models whose code asks for the
-    name ``sdpa``.
+    tokens, ...]``, a mask is bool ``[batch or 1, 1, tokens, all tokens]``. Returns ``[batch,
+    tokens, heads, value_dim]``, and ``None``. Raises ``UnsupportedError`` for a paged cache
+    (``generate_batch``), whose masks are made for ``sdpa``, and for models whose code compares
+    the name with "sdpa".
     """
     if _compares_names(type(module).__module__):
         raise UnsupportedError(
@@ -85,7 +85,7 @@ def _compares_names(module: str) -> bool:
     if module not in _compared:
         try:
             found = _COMPARISON.search(inspect.getsource(sys.modules[module]))
-        except (OSError, TypeError, KeyError):  # compiled, or written into a session
+        except (OSError, TypeError, KeyError):  # no source: compiled, or typed interactively
             found = None
         _compared[module] = found is not None
     return _compared[module]
@@ -94,13 +94,13 @@ def _compares_names(module: str) -> bool:
 def _decodes(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, kwargs: dict[str, Any]
 ) -> bool:
-    """Return whether the kernel computes these: one token, without a gradient."""
+    """Return whether the kernel computes this call: one token per sequence, no gradient."""
     fusible = query.device.type in fused_producers.FUSED_DEVICES
     if not fusible or query.shape[2] != 1 or query.dim() != key.dim():
         return False
     if not torch.compiler.is_compiling() and (is_transformed() or forward_ad._current_level >= 0):
-        return False  # the operator has no such rules
-    if torch.is_autocast_enabled(query.device.type):  # casts what torch's attention is given
+        return False  # the operator has no rules for transforms
+    if torch.is_autocast_enabled(query.device.type):  # would cast the inputs of torch's attention
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         return False

@@ -1,4 +1,4 @@
-"""Evaluation of a Transformers language model: its dense original, and batches of text."""
+"""For the evaluation of a Transformers language model: its dense original, batches of text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8kit.errors import CheckpointError
 
 
 def load_dense(source: Path, device: str) -> Any:
-    """Load a language model in the dtype of its checkpoint, from disk alone."""
+    """Load a language model in the dtype of its checkpoint, without network access."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True)
     return model.to(device)
 
@@ -23,17 +23,17 @@ def text_batches(
 ) -> list[dict[str, Tensor]]:
     """Cut a text into sequences, by the tokenizer of a checkpoint.
 
-    Each of them is one sequence, ``input_ids`` int64 ``[1, length]``, of ``tokens`` at most in all;
-    what is left over at the end is a shorter one. Raises ``CheckpointError`` if there is no
-    tokenizer, or the text is no UTF-8 or gives fewer than two tokens.
+    A batch is one sequence, ``input_ids`` int64 ``[1, length]``; the last may be shorter. They have
+    at most ``tokens`` tokens in all. Raises ``CheckpointError`` if there is no tokenizer, or the
+    text is no UTF-8 or gives fewer than two tokens.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
-    except (OSError, ValueError) as error:  # it speaks of a network, or of other libraries
+    except (OSError, ValueError) as error:  # whose text is about a network, or other libraries
         raise _without_tokenizer(f"{source} holds no tokenizer.") from error
     words = _read(text)
     ids = tokenizer(words, verbose=False)["input_ids"][:tokens]
-    if words.strip() and not ids:  # what Transformers makes up where a directory has no tokenizer
+    if words.strip() and not ids:  # without tokenizer files Transformers makes an empty tokenizer
         raise _without_tokenizer(f"The tokenizer of {source} makes no tokens of {text}.")
     pieces = [torch.tensor(ids[i : i + length]) for i in range(0, len(ids), length)]
     batches = [{"input_ids": p[None].to(device)} for p in pieces if len(p) > 1]

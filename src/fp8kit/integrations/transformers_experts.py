@@ -1,7 +1,7 @@
 """Read the experts of a Transformers model from a checkpoint straight into FP8 stacks.
 
-The loader of Transformers joins all experts of a layer before it passes them on. Here each is read,
-quantized and placed alone, and that loader sees a model without these stacks.
+The loader of Transformers would join all experts of a layer in high precision first. Here each
+expert is read, quantized and placed alone, and the loader sees a model without these stacks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fp8kit.integrations.transformers_trial import renamed
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.parameters import frozen
 
-_STACKING = ("MergeModulelist", "Concatenate")  # what this package does itself
+_STACKING = ("MergeModulelist", "Concatenate")  # Transformers' operations that are done here
 _EXPERT = re.compile(r".*\.(?P<expert>\d+)\.\w+\.weight")
 
 
@@ -44,9 +44,9 @@ _EXPERT = re.compile(r".*\.(?P<expert>\d+)\.\w+\.weight")
 class Taken:
     """The experts that do not go through the loader of Transformers.
 
-    ``experts`` has what each module of experts becomes; ``layers`` are the FP8 layers that go into
-    them, by the names of the model; ``names`` gives those of tensors in high precision by the names
-    on disk. The ``rules`` of Transformers note whether they have renamed something.
+    ``experts`` has the FP8 form of each module of experts, ``layers`` the FP8 layers that go into
+    them, by their names in the model, and ``names`` the names in the model of tensors in high
+    precision, by names on disk. ``rules`` of Transformers remember if they have renamed a tensor.
     """
 
     experts: dict[str, Experts] = field(default_factory=dict)
@@ -56,26 +56,26 @@ class Taken:
 
     @property
     def schemes(self) -> JsonObject:
-        """Their schemes, as JSON can hold them."""
+        """The scheme of each module of experts, in the form of config.json."""
         return {name: plain(experts.scheme) for name, experts in self.experts.items()}
 
     @property
     def tensors(self) -> set[str]:
-        """Names on disk of all their tensors."""
+        """Names on disk of all tensors of these experts."""
         return set(self.names).union(*(layer.tensors.values() for layer in self.layers.values()))
 
     def fill(
         self, model: Any, checkpoint: Checkpoint, device: torch.device | None, high: torch.dtype
     ) -> None:
-        """Read the experts into a model whose stacks have been taken out by ``take_out``.
+        """Read the experts into a model whose stacks ``hide_stacks`` has hidden.
 
-        Raises ``CheckpointError`` if some are missing or do not fit, and ``ConversionError`` if one
-        cannot be quantized.
+        Raises ``CheckpointError`` if experts are missing or do not fit, and ``ConversionError`` if
+        one cannot be quantized.
         """
         for name in self.experts:
             module = model.get_submodule(name)
             module.__dict__.pop("_is_hf_initialized", None)
-            for key, tensor in _AWAITED.pop(module).items():
+            for key, tensor in _HIDDEN.pop(module).items():
                 module.__dict__.pop(key)
                 module._parameters[key] = frozen(tensor)
         shapes = {n: tuple(t.shape) for n, t in model.state_dict(keep_vars=True).items()}
@@ -112,13 +112,13 @@ class Taken:
         )
 
 
-_AWAITED: dict[Any, dict[str, torch.Tensor]] = {}
+_HIDDEN: dict[Any, dict[str, torch.Tensor]] = {}
 
 
 def take_experts(checkpoint: Checkpoint, model: Any, chosen: Mapping[str, Experts] | None) -> Taken:
     """Find the experts that can be read straight into FP8 stacks.
 
-    The model is dense, on meta; ``chosen`` become FP8 of a checkpoint in high precision.
+    The model is dense, on meta. ``chosen`` are those to quantize; ``None`` for an FP8 checkpoint.
     """
     shapes = {n: tuple(t.shape) for n, t in model.state_dict().items()}
     rules = get_model_conversion_mapping(model)
@@ -147,31 +147,31 @@ def take_experts(checkpoint: Checkpoint, model: Any, chosen: Mapping[str, Expert
     return taken
 
 
-def take_out(model: Any, names: Mapping[str, Experts]) -> None:
-    """Make modules FP8 experts, and hide their stacks from the loader."""
+def hide_stacks(model: Any, names: Mapping[str, Experts]) -> None:
+    """Turn modules into FP8 experts, and hide their stacks from Transformers' loader."""
     for name, experts in names.items():
         module = model.get_submodule(name)
         experts.empty(module, module.get_parameter(experts.stacks.down).dtype)
-        _AWAITED[module] = {key: module._parameters[key] for _, key in module.tensors()}
-        for key, tensor in _AWAITED[module].items():
+        _HIDDEN[module] = {key: module._parameters[key] for _, key in module.tensors()}
+        for key, tensor in _HIDDEN[module].items():
             module._parameters[key] = None
-            # what code of the model that draws the weights of its parts may fill
+            # the model's code for initialization may fill this one
             module.__dict__[key] = torch.empty(tensor.shape, dtype=torch.float32, device="meta")
-        module._is_hf_initialized = True  # there is nothing in it to draw at random
+        module._is_hf_initialized = True  # the module has nothing to initialize
 
 
 def chosen_experts(model: Any, schemes: Mapping[str, Any]) -> dict[str, Experts]:
-    """Return what modules of experts become."""
+    """Return the FP8 form of modules of experts; ``schemes`` has their names and schemes."""
     stacks = stacks_of(model, schemes)
     return {name: Experts(held, schemes[name]) for name, held in stacks.items()}
 
 
 def names_in_model(model: Any, tensors: Iterable[str], rules: list[Any]) -> dict[str, str]:
-    """Name weights of experts as modules of the model would hold them, through its rules.
+    """Return the names in a model of the experts' weights on disk, by Transformers' rules.
 
-    Gives names of layers by names on disk: ``X.experts.0.gate_proj``, or of a whole stack. What is
-    no weight of experts, or is turned or mixed as it is loaded, is left out. Rules that rename
-    something note it.
+    Maps names on disk to names of layers, ``X.experts.0.gate_proj``, or of a whole stack. Left out
+    are other tensors, and weights that the rules transpose or mix. A rule that renames a tensor
+    remembers it.
     """
     converters = [r for r in rules if isinstance(r, WeightConverter)]
     shapes = {n: tuple(t.shape) for n, t in model.state_dict().items()}
@@ -189,7 +189,7 @@ def names_in_model(model: Any, tensors: Iterable[str], rules: list[Any]) -> dict
 
 
 def _keep_rules(model: Any, rules: list[Any]) -> None:
-    """Let a model be saved by the rules of its experts too, which its loader had no use for."""
+    """Add the rules of experts to a model, for saving: its loader keeps only those it has used."""
     held = {_patterns(rule): rule for rule in getattr(model, "_weight_conversions", None) or ()}
     used = [rule for rule in rules if rule.was_used() or _patterns(rule) in held]
     merged = {_patterns(rule): held.get(_patterns(rule), rule) for rule in used}
@@ -201,7 +201,7 @@ def _patterns(rule: Any) -> tuple[str, ...]:
 
 
 def _of_rule(key: str, target: str, part: int, rule: Any) -> str:
-    """Name one expert's layer that a rule of Transformers would stack with others."""
+    """Return the name of one expert's layer that a rule stacks; empty if it does more than that."""
     holder, _, stack = target.rpartition(".")
     match, words = _EXPERT.fullmatch(key), STACKED.get(stack, ((),))[0]
     plain = all(type(operation).__name__ in _STACKING for operation in rule.operations)
@@ -211,7 +211,7 @@ def _of_rule(key: str, target: str, part: int, rule: Any) -> str:
 
 
 def _holder(layer: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Name the module of experts that a layer, or a whole stack, belongs to; empty if none."""
+    """Return the module of experts that holds a layer or a whole stack; empty if there is none."""
     return stack_of(layer, shapes).rpartition(".")[0]
 
 

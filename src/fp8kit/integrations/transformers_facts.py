@@ -1,4 +1,4 @@
-"""What Transformers knows about the tensors of a checkpoint, from its model class on meta."""
+"""Facts about a checkpoint's tensors for streaming, from its Transformers model, built on meta."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from fp8kit.modules.dense import is_linear
 
 
 def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:
-    """Tell what the tensors of a checkpoint are in the model they belong to.
+    """Find linear layers, embeddings and other tensors of a checkpoint, by their names on disk.
 
-    Gives linear layers, embeddings, and tensors of other use, by their names on disk. Raises
-    ``CheckpointError`` if Transformers has no such model.
+    Raises ``CheckpointError`` if Transformers has no such model.
     """
     model = skeleton(checkpoint)
     found = Facts(f"{type(model).__name__} of Transformers")
@@ -35,7 +34,7 @@ def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:
         if record.name in linears:
             names = (record.name, *record.aliases)
             role = next((roles[n] for n in names if n in roles), "")
-            small = record.reason == size_obstacle(record.shape)  # asked anew of each matrix
+            small = record.reason == size_obstacle(record.shape)  # streaming checks each matrix
             reason = "" if small else record.reason
             known |= dict.fromkeys(names, KnownLayer(names, reason, role, record.shape))
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -45,7 +44,7 @@ def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:
     found.repeated = repeated
     named = renamed(model, get_model_conversion_mapping(model), checkpoint.tensors)
     for name, (in_model, converted) in named.items():
-        if converted is not None:  # merged with others, such as experts
+        if converted is not None:  # merged with other tensors, as experts are
             continue
         layer, _, kind = name.rpartition(".")
         owner = in_model.rpartition(".")[0]

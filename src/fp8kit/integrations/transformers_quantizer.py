@@ -37,7 +37,7 @@ from fp8kit.formats import FP8_FORMATS, Scheme
 from fp8kit.integrations import transformers_attention
 from fp8kit.integrations import transformers_saving as saving
 from fp8kit.integrations.quantizer_of_layers import QuantizerOfLayers, refuse_disk, restore_dense
-from fp8kit.integrations.transformers_experts import chosen_experts, is_stack, take_out
+from fp8kit.integrations.transformers_experts import chosen_experts, hide_stacks, is_stack
 from fp8kit.integrations.transformers_trial import renamed
 from fp8kit.modules.dense import unlike_linear
 from fp8kit.modules.entries import quantize_weight, stored_tensors
@@ -50,7 +50,7 @@ from fp8kit.modules.mx_forms import named_form, settle
 from fp8kit.modules.parameters import frozen, held_bytes
 
 if saving.METHOD not in ALL_EXPERTS_FUNCTIONS:
-    # FP8 experts compute by a forward of their own, whatever the model's setting; others do as ever
+    # for modules that stay dense; FP8 experts have their own forward, whatever this setting
     ALL_EXPERTS_FUNCTIONS.register(saving.METHOD, ALL_EXPERTS_FUNCTIONS["grouped_mm"])
 transformers_attention.register()
 _FUNCTION = "a function: pass the Fp8KitConfig itself, and not its dictionary"
@@ -58,18 +58,18 @@ _FUNCTION = "a function: pass the Fp8KitConfig itself, and not its dictionary"
 
 @register_quantization_config(saving.METHOD)
 class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """What ``from_pretrained(..., quantization_config=...)`` takes to quantize while loading.
+    """The ``quantization_config`` by which ``from_pretrained`` quantizes while loading.
 
     Args:
-        scheme: name of a preset without calibration, e.g. ``"FP8_DYNAMIC"``; ``load`` gives those
-            of other schemes as ``plain`` does.
+        scheme: name of a preset without calibration, e.g. ``"FP8_DYNAMIC"``. ``fp8kit.load`` may
+            pass any other scheme, as the dictionary that ``plain`` makes.
         include: as in ``fp8kit.plan``.
         exclude: as in ``fp8kit.plan``.
         strict: as in ``fp8kit.plan``.
-        layers: the layers that are FP8 in the checkpoint, and their schemes as ``plain`` gives
-            them; only ``load`` does.
-        mx_form: how MXFP8 layers compute, a name in ``formats.MX_FORMS``; only ``load`` gives it.
-        experts: likewise the modules of experts whose stacks ``load`` fills itself.
+        layers: only for ``fp8kit.load``: the layers that are FP8 in the checkpoint, with their
+            schemes as ``plain`` makes them.
+        mx_form: only for ``fp8kit.load``: how MXFP8 layers compute, a name in ``formats.MX_FORMS``.
+        experts: only for ``fp8kit.load``: the modules of experts that it fills itself.
 
     Raises:
         ValueError: if the scheme is unknown, or needs calibration.
@@ -97,12 +97,12 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.scheme, self.include, self.exclude, self.strict = scheme, include, exclude, strict
         self.layers, self.experts, self.mx_form = layers, experts or {}, mx_form
         self.announced: JsonObject | None = None  # what the model was last saved with
-        self.deferred = False  # whoever loads asks for missing tensors first
+        self.deferred = False  # True if the caller checks for missing tensors, and raises first
 
     def to_dict(self) -> JsonObject:
-        """Give the quantization config that is saved: that of a public format, once it is known."""
+        """Return the config that is saved: that of a public format once one is announced."""
         said = {key: getattr(self, key) for key in ("include", "exclude", "strict")}
-        # models show their config while they are built; who quantizes by this is refused
+        # functions become text, as models print their config; using the text as patterns raises
         said = {key: _FUNCTION if callable(value) else value for key, value in said.items()}
         own = {"quant_method": self.quant_method, "scheme": self.scheme}
         return self.announced or own | {k: v for k, v in said.items() if v not in (None, False)}
@@ -155,13 +155,13 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
     report: Report | None = None
 
     def __init__(self, quantization_config: Fp8KitConfig, **kwargs: Any) -> None:
-        if not isinstance(quantization_config, Fp8KitConfig):  # diffusers' has the same name
+        if not isinstance(quantization_config, Fp8KitConfig):  # diffusers' class has this name, too
             raise InvalidType(
                 f"Got a {type(quantization_config).__module__}.Fp8KitConfig.",
                 "Models of Transformers take fp8kit.Fp8KitConfig.",
                 "Import it from fp8kit.",
             )
-        # a copy: what a model is saved as is nothing that its user asked for
+        # a copy, because saving sets ``announced``, which must not reach the user's config
         super().__init__(copy.copy(quantization_config), **kwargs)
         asked = scheme_of_plain(quantization_config.scheme)
         self.scheme, self.form = asked.stored, named_form(asked)
@@ -170,11 +170,11 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         self.unfilled: list[str] = []
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
-        """Say yes: ``get_state_dict_and_metadata`` refuses what cannot be saved, with a reason."""
+        """Return True: ``get_state_dict_and_metadata`` raises, with a reason, if it cannot save."""
         return True
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
-        """Refuse what would be wrong: FP8 that nobody described, quantizing into files on disk."""
+        """Refuse FP8 layers that the config does not list, and quantizing weights on disk."""
         saving.check_version()
         if self.pre_quantized and self.quantization_config.layers is None:
             raise UnsupportedError(
@@ -212,7 +212,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         plain_schemes = self.quantization_config.experts
         apart = {name: scheme_of_plain(scheme) for name, scheme in plain_schemes.items()}
         decided = None if self.pre_quantized else decide(model, self.quantization_config)
-        take_out(model, chosen_experts(model, apart))
+        hide_stacks(model, chosen_experts(model, apart))
         if self.pre_quantized:
             schemes = self.quantization_config.layers or {}
             kept, _merged = layers_in_model(model, [f"{n}.weight" for n in schemes])
@@ -252,20 +252,20 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         groups = self.report.groups if self.report else siblings.find_groups(model, list(layers))
         siblings.share_inputs(model, groups)
         fusion.fuse_producers(model)
-        if self.report is not None:  # on meta, tied weights still counted twice
+        if self.report is not None:  # its size was taken on meta, where tied weights count twice
             grown = self.report.model_bytes_after - self.report.model_bytes_before
             tensors = (*model.parameters(), *model.buffers())
             self.report.model_bytes_before = held_bytes(tensors) - grown
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, str]]:
-        """Return the tensors as ``save_pretrained`` writes them, and announce them.
+        """Return the tensors that ``save_pretrained`` writes, and set the quantization config.
 
-        Raises ``CheckpointError`` if Transformers could not load what would be written, or if the
-        ``state_dict`` that ``save_pretrained`` got is none of the model.
+        Raises ``CheckpointError`` if Transformers could not load the result, or if the
+        ``state_dict`` that ``save_pretrained`` got does not belong to the model.
         """
         given = saving.GIVEN.get()
-        # the adapter alone is saved, or nothing by a process whose tensors another one gathered
+        # only an adapter is saved, or another process has gathered the tensors and saves them
         if getattr(model, "_hf_peft_config_loaded", False) or given == {}:
             return given, {}
         kinds = (Fp8Linear, ExpertTensors)
@@ -284,8 +284,8 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
 
-def tell() -> None:
-    """Let every Transformers model with FP8 layers save itself as ``fp8kit.save`` would.
+def patch() -> None:
+    """Let ``save_pretrained`` of models with FP8 layers write what ``fp8kit.save`` writes.
 
     Raises ``UnsupportedError`` if this version of Transformers is too old.
     """
@@ -300,12 +300,12 @@ def tell() -> None:
 def _resized_as_numbers(
     own: Any, model: Any, head: nn.Module, *args: Any, **kwargs: Any
 ) -> nn.Module:
-    """Resize an FP8 head, of which Transformers copies rows, as a dense one, and quantize that."""
+    """Resize an FP8 head as a dense one, of which Transformers copies rows, and quantize it."""
     if not isinstance(head, Fp8Linear):
         return own(model, head, *args, **kwargs)
     dense = head.to_linear(torch.float32)
     grown = own(model, dense, *args, **kwargs)
-    if grown is dense:  # it has the size already
+    if grown is dense:  # the head has this size already
         return head
     layer = Fp8Linear.from_linear(grown, head.scheme, head.input_scale)
     layer.qualified_name = head.qualified_name
@@ -313,7 +313,7 @@ def _resized_as_numbers(
 
 
 def not_quantized(layers: Sequence[str]) -> UnsupportedError:
-    """Return the error for weights that came in a way in which they cannot be quantized."""
+    """Return the error for layers whose weights could not be quantized while loading."""
     return UnsupportedError(
         f"{', '.join(layers[:5])} could not be quantized while loading.",
         "This model class splits or joins these weights as it loads them.",
@@ -322,7 +322,7 @@ def not_quantized(layers: Sequence[str]) -> UnsupportedError:
 
 
 def decide(model: Any, config: Fp8KitConfig) -> Report:
-    """Plan as ``fp8kit.plan`` does for loaded weights; on meta, ties are known by name alone."""
+    """Plan as ``fp8kit.plan`` does; on meta, ties are known only by the model's list of names."""
     scheme = scheme_of_plain(config.scheme)
     report = plan_to_load(model, scheme, config.include, config.exclude, config.strict)
     for record in report.linears:
@@ -337,11 +337,11 @@ def decide(model: Any, config: Fp8KitConfig) -> Report:
 
 
 def layers_in_model(model: Any, weights: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """Find the modules that layers of a checkpoint become, through renames by the model.
+    """Find the linear layers that weights of a checkpoint belong to, by the model's renames.
 
-    Gives the module of each weight that has one to itself; and the weights that the model merges
-    with others, e.g. single experts, or holds elsewhere than in a linear layer. What the model does
-    not know is in neither.
+    Returns the module of each weight that is the weight of a linear layer, and the list of weights
+    that the model merges with others, such as single experts, or does not hold in a linear layer.
+    Weights that the model does not know are in neither.
     """
     known, rules = model.state_dict(), get_model_conversion_mapping(model)
     kept: dict[str, str] = {}
@@ -360,7 +360,7 @@ def layers_in_model(model: Any, weights: Iterable[str]) -> tuple[dict[str, str],
 
 
 def _make_room(model: Any, names: Sequence[str], scheme: Scheme, apart: Iterable[str]) -> None:
-    """Turn modules of experts into FP8 ones whose stacks the loader brings, dense and on meta."""
+    """Turn modules of experts into FP8 ones, with dense stacks on meta for the loader to fill."""
     for name, experts in chosen_experts(model, dict.fromkeys(names, scheme)).items():
         if name not in apart:
             module = model.get_submodule(name)

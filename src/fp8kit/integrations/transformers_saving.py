@@ -1,4 +1,4 @@
-"""Collect the tensors of Transformers models as they are written to disk."""
+"""Collect the tensors of Transformers models under the names and in the layouts of checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.exporting import Exported, as_stored, unquantized, untied
 from fp8kit.checkpoint.loading.expected import ties
 from fp8kit.checkpoint.loading.into_module import tie
-from fp8kit.checkpoint.quantization_config import announce, check_unknown
+from fp8kit.checkpoint.quantization_config import announce, refuse_unloadable
 from fp8kit.checkpoint.schema.naming import experts_of, named
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
@@ -34,12 +34,12 @@ from fp8kit.modules.linear import Fp8Linear
 
 OLDEST = (5, 17)
 METHOD = "fp8kit"
-_BESIDE = ("weight_scale", "weight_exponents", "input_scale")  # what comes with codes
+_BESIDE = ("weight_scale", "weight_exponents", "input_scale")  # tensors that belong to codes
 GIVEN: ContextVar[Mapping[str, Tensor] | None] = ContextVar("GIVEN", default=None)
 
 
 def check_version() -> None:
-    """Refuse a Transformers whose loader is another one than these modules plug into."""
+    """Refuse a Transformers that is too old: its loader differs from what these modules extend."""
     found = tuple(int(p) for p in transformers.__version__.split(".")[:2])
     if found < OLDEST:
         raise UnsupportedError(
@@ -50,11 +50,11 @@ def check_version() -> None:
 
 
 def export(model: Any) -> Exported:
-    """Take a Transformers model apart into what is written to disk.
+    """Return the tensors and configs of a Transformers model as a checkpoint has them.
 
-    Names and layouts are those of the checkpoint: renames and merges that Transformers does while
-    loading are undone, experts are one matrix each, tied weights appear once. Raises
-    ``CheckpointError`` if the model is quantized by other means as well.
+    Renames and merges that Transformers does while loading are undone, experts are one matrix each,
+    tied weights appear once. Raises ``CheckpointError`` if the model is quantized by another
+    method, too.
     """
     check_version()
     method = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
@@ -82,7 +82,7 @@ def export(model: Any) -> Exported:
 
 
 def _tell_of_shared(model: Any, known: set[str]) -> None:
-    """Warn of Parameters that are written under another name only."""
+    """Warn of shared Parameters, which are written under one of their names only."""
     names = (n for n, _ in model.named_parameters(remove_duplicate=False))
     shared = [n for n in names if n not in known and not n.endswith("_exponents")]
     if shared:
@@ -99,11 +99,11 @@ def _tell_of_shared(model: Any, known: set[str]) -> None:
 def names_on_disk(
     model: Any, wanted: Mapping[str, tuple[int, tuple[str, ...]]]
 ) -> dict[str, list[str]]:
-    """Name the layers of single experts as the model's own rules write them.
+    """Return the names of single experts' layers on disk, by Transformers' rules for the model.
 
-    Numbered stacks go through the rules, which divide and rename them. Where they keep stacks
-    whole, experts get the names of their module and the words that engines know; but not where the
-    stacks lie outside of a module of experts, as in GraniteMoE, where engines look for them.
+    Stacks of running numbers go through the rules, which split and rename them. If the rules keep
+    a stack whole, experts get the name of their module and names that engines know; not so stacks
+    outside of a module of experts, as in GraniteMoE: engines expect these whole.
     """
     numbers: dict[str, Tensor] = {}
     first: dict[str, int] = {}
@@ -135,7 +135,7 @@ def _in_experts(stack: str) -> bool:
 def _names_of_numbers(
     model: Any, numbers: dict[str, Tensor]
 ) -> tuple[dict[int, str], dict[int, str]]:
-    """Name the tensor that each number became alone, and that which several of them became."""
+    """Return the tensor of each number that became one alone, and of each that kept others."""
     alone: dict[int, str] = {}
     several: dict[int, str] = {}
     for name, tensor in revert_weight_conversion(model, numbers).items():
@@ -145,9 +145,9 @@ def _names_of_numbers(
 
 
 def _as_in_checkpoints(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Undo the renames and merges of a model; scales per row go where, and as, their weights do.
+    """Undo the renames and merges of a model, and apply them to per-row scales like to weights.
 
-    Rules name weights, often up to the end of their names, and would leave such scales behind.
+    Rules match names of weights, often up to their end, and would leave the scales behind.
     """
     rows = {
         n: scale
@@ -183,7 +183,7 @@ def _as_in_checkpoints(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tens
 
 
 def save_what_is_given(own: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save by ``save_pretrained``, which tells quantizers nothing of its ``state_dict``."""
+    """Run ``save_pretrained``, with its ``state_dict`` in ``GIVEN`` for our quantizer to read."""
     token = GIVEN.set(args[2] if len(args) > 2 else kwargs.get("state_dict"))
     announced = hasattr(model.config, "quantization_config")
     try:
@@ -196,10 +196,10 @@ def save_what_is_given(own: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _holding(model: Any, given: Mapping[str, Tensor]) -> Iterator[set[str]]:
-    """Let a model hold other tensors for a while, quantized where its layers are FP8.
+    """Let a model temporarily hold given tensors, quantized where its layers are FP8.
 
-    They come under names of its ``state_dict``: codes with scales, or dense weights. Yields the
-    names of its tensors that were not given; they stay.
+    ``given`` has names of the model's ``state_dict``: codes with scales, or dense weights. Yields
+    the names of the model's tensors that were not given, which it keeps.
     """
     own = model.state_dict(keep_vars=True)
     ties_of = {n: group for group in ties(own) for n in group}
@@ -207,13 +207,13 @@ def _holding(model: Any, given: Mapping[str, Tensor]) -> Iterator[set[str]]:
     fp8 = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear | ExpertTensors)}
     of = {named(n, k): named(n, "weight") for n in fp8 for k in _BESIDE}
     of |= {f"{n}{k}": n for n in expert_names.stacks_in(model) for k in FROZEN_KINDS[1:]}
-    absent -= {n for n in absent if of.get(n) in given}  # a dense weight gets them here
+    absent -= {n for n in absent if of.get(n) in given}  # quantizing a dense weight makes them
     odd = sorted(given.keys() - own.keys()) or sorted(absent & expert_names.own_names(model, []))
     if odd:
         raise _unfit(f"The state_dict {'has' if odd[0] in given else 'lacks'} {some_of(odd)}.")
     kept = {m: (vars(m).copy(), m._parameters.copy(), m._buffers.copy()) for m in model.modules()}
     try:
-        for module in fp8.values():  # dense weights that were kept would follow in place
+        for module in fp8.values():  # loading would overwrite kept dense weights in place
             held: JsonObject = {"original_weight": None, "originals": {}}
             vars(module).update({k: v for k, v in held.items() if k in vars(module)})
         problems: list[str] = []
@@ -222,7 +222,7 @@ def _holding(model: Any, given: Mapping[str, Tensor]) -> Iterator[set[str]]:
             of_module[name.rpartition(".")[0]][name] = tensor
         rest: Any = ({"assign_to_params_buffers": True}, False, [], [], problems)
         for name, module in model.named_modules(remove_duplicate=False):
-            # not load_state_dict, after which FSDP2 wants its own parts again
+            # not load_state_dict, after which FSDP2 expects its own shards in place
             module._load_from_state_dict(of_module[name], named(name, ""), *rest)
         if problems:
             raise _unfit(f"The state_dict does not fit: {' '.join(problems)[:400]}")
@@ -246,12 +246,12 @@ def _unfit(what: str) -> CheckpointError:
 
 
 def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
-    """Return what ``save_pretrained`` writes: what ``fp8kit.save`` does, if Transformers loads it.
+    """Return the tensors that ``save_pretrained`` writes, as ``fp8kit.save`` does, and the config.
 
-    Of a ``state_dict`` that ``save_pretrained`` got, that is what a model with these tensors gives,
-    without those that it lacks. Gives the ``state_dict`` with scales under the names and in the
-    shapes they have on disk, and the quantization config. Raises ``CheckpointError`` if
-    Transformers could not load it, or a tensor does not fit it.
+    Scales have the names and shapes of files; the second result is the quantization config. If
+    ``save_pretrained`` got a ``state_dict``, its tensors are written, as from a model that holds
+    them, and no others. Raises ``CheckpointError`` if Transformers could not load the result, or a
+    tensor does not fit the model.
     """
     given = GIVEN.get()
     with bare(model):
@@ -270,10 +270,10 @@ def _as_saved(model: Any, absent: Collection[str]) -> tuple[dict[str, Any], Json
             "Save it with fp8kit.save(model, directory).",
         )
     exported = export(model)
-    check_unknown(exported.whole, "transformers")
+    refuse_unloadable(exported.whole, "transformers")
     announced = announce(model, exported, "transformers")
-    if announced.main.weight != MX:  # in vLLM's dialect of it, Transformers decodes to bf16 only
-        with suppress(CheckpointError):  # what engines do not load need not stop save_pretrained
+    if announced.main.weight != MX:  # vLLM's dialect of MX is decoded to bf16 by Transformers
+        with suppress(CheckpointError):  # a model that engines cannot load may still be saved
             both = announce(model, exported, "vllm")
             announced = announce(model, exported, "transformers", both.dialect)
     taken_apart = expert_names.own_names(model, exported.whole)

@@ -1,4 +1,4 @@
-"""Load a checkpoint by Transformers' own loader before it is written: names and shapes, no data."""
+"""Try whether Transformers' loader takes a checkpoint before it is written: on meta, no data."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _COMPRESSING = "compressed_tensors.compressors.model_compressors.model_compresso
 
 
 def accepted(build: Callable[[], Any], quantization: JsonObject, kinds: Kinds) -> JsonObject:
-    """Return the quantization config with which Transformers loads what is about to be written.
+    """Return the quantization config with which Transformers loads the tensors ``kinds``.
 
-    A dense model on meta, which ``build`` makes anew at each call, is filled by the library's own
-    loader. Layers that groups name as files do are named as in the model, too; modules that it
-    would make FP8 without scales are added to those that it is to ignore. Raises
-    ``CheckpointError`` if Transformers would stop, lose FP8 tensors, or draw some at random.
+    ``build`` makes a new dense model on meta at each call, which Transformers' loader fills. Layers
+    that config groups name as in files get their names in the model, too. Modules that Transformers
+    would make FP8 without scales are added to the ignored ones. Raises ``CheckpointError`` if
+    Transformers would stop, lose FP8 tensors, or initialize some at random.
     """
     if quantization.get("quant_method") not in _METHODS:
         return quantization
@@ -64,7 +64,7 @@ def accepted(build: Callable[[], Any], quantization: JsonObject, kinds: Kinds) -
 
 
 def _groups_in(model: Any, quantization: JsonObject) -> JsonObject:
-    """Return the groups of compressed-tensors, with the names of their layers in a model."""
+    """Return the config groups of compressed-tensors, with layers' names in the model added."""
     groups: JsonObject = copy.deepcopy(quantization["config_groups"])
     modules = {n for n, _ in model.named_modules()}
     rules = get_model_conversion_mapping(model)
@@ -79,7 +79,7 @@ def _groups_in(model: Any, quantization: JsonObject) -> JsonObject:
 def accepted_of(
     model: Any, quantization: JsonObject, kinds: Kinds, dtype: torch.dtype
 ) -> JsonObject:
-    """Do the same for a model in memory, which Transformers would build anew by its config."""
+    """Do as ``accepted`` for a model in memory, which is built anew from its config."""
 
     def build() -> Any:
         config = copy.deepcopy(model.config)
@@ -100,12 +100,12 @@ def _unchecked(quantization: JsonObject, error: Exception) -> JsonObject:
 
 @dataclass(slots=True)
 class _Trial:
-    """What the loader said.
+    """The result of a trial load.
 
-    Nothing on disk fills the ``missing`` tensors of the model. Of codes on disk the ``lost`` have
-    no place in it, and the scales of ``bare`` ones have none; modules that get codes are ``coded``.
-    Numbers that are ``mixed`` go into one tensor with codes. ``errors`` say why tensors cannot be
-    converted, or have other shapes.
+    ``missing`` are tensors of the model that nothing on disk fills. ``lost`` are codes on disk
+    without a place in the model, and ``bare`` codes whose scales have no place. ``coded`` are the
+    modules that get codes. ``mixed`` are dense tensors that go into one tensor with codes.
+    ``errors`` say which tensors cannot be converted, or have other shapes.
     """
 
     kind: str
@@ -117,11 +117,11 @@ class _Trial:
     errors: list[str]
 
     def dense(self) -> set[str]:
-        """Name the modules that would become FP8 without codes."""
+        """Return the modules that Transformers would make FP8 although they get no codes."""
         return {n.rpartition(".")[0] for n in self.missing if n.endswith(_SCALES)} - self.coded
 
     def check(self) -> None:
-        """Refuse what would not be loaded."""
+        """Raise ``CheckpointError`` if Transformers would not load everything correctly."""
         if self.errors:
             raise _refusal(self.kind, f"it cannot load {self.errors[0]}")
         if self.mixed:
@@ -157,10 +157,10 @@ def _refusal(kind: str, why: str) -> CheckpointError:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Keep compressed-tensors from sharing its work with other processes: often one alone saves."""
+    """Keep compressed-tensors from splitting work over processes: often only one of them saves."""
     module: Any = sys.modules.get(_COMPRESSING)
     own = getattr(module, "is_distributed", None)
-    if own is None:  # not loaded, or of a version that shares nothing
+    if own is None:  # not loaded, or of a version that does not split work
         yield
         return
     module.is_distributed = lambda: False
@@ -177,7 +177,7 @@ def _try(model: Any, quantization: JsonObject, kinds: Kinds) -> _Trial:
         if quantization["quant_method"] == "compressed-tensors":
             # the other methods decode there without a GPU, which then hides what a GPU would miss
             quantizer.validate_environment()
-        with redirect_stderr(io.StringIO()), _alone():  # two bars, which nobody asked for
+        with redirect_stderr(io.StringIO()), _alone():  # hides two progress bars
             quantizer.preprocess_model(model=model, dtype=model.dtype, device_map=None)
         rules = get_model_conversion_mapping(model, None, quantizer)
         options = LoadStateDictConfig(
@@ -205,7 +205,7 @@ def _try(model: Any, quantization: JsonObject, kinds: Kinds) -> _Trial:
     mixed = [n for n, place in places.items() if place in filled and n not in own]
     trial = _Trial(kind, set(info.missing_keys), [], [], set(), mixed, errors)
     for name, parts in layers.items():
-        # what goes into experts it does not quantize, and leaves the scales for that aside
+        # Transformers does not quantize inputs of experts, and ignores their input scales
         inputs = [] if experts_of(name) else parts.input_scales
         scales = [places[s] for s in (*parts.scales, *inputs)]
         trial.coded.add(places[parts.weight].rpartition(".")[0])
@@ -219,9 +219,9 @@ def _try(model: Any, quantization: JsonObject, kinds: Kinds) -> _Trial:
 def renamed(
     model: Any, rules: list[Any], names: Iterable[str]
 ) -> dict[str, tuple[str, str | None]]:
-    """Name tensors on disk as the loader does, each with the pattern that converts it, if one does.
+    """Return each tensor's name in the model, and the pattern of the rule that converts it, if any.
 
-    Rules that rename something note it.
+    Rules remember that they have renamed a tensor.
     """
     renamings = [r for r in rules if isinstance(r, WeightRenaming)]
     converters = [r for r in rules if isinstance(r, WeightConverter)]

@@ -1,4 +1,4 @@
-"""Arguments of loads, checked before a file is opened: devices, high precision, patterns."""
+"""Checks of devices and patterns, which ``load`` and others make before they open a file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fp8kit.errors import InvalidType, InvalidValue
 
 
 def as_device(value: object) -> torch.device | None:
-    """Return a device that holds values and is there; ``None`` for ``None``.
+    """Return the device that ``value`` names; ``None`` for ``None``.
 
-    Raises ``ValueError`` otherwise.
+    Raises ``ValueError`` unless the device is on this machine and can hold data.
     """
     if value is None:
         return None
@@ -36,7 +36,7 @@ def as_device(value: object) -> torch.device | None:
 
 
 def as_devices(value: object) -> list[torch.device]:
-    """Return devices of workers, one or more; raises ``TypeError`` or ``ValueError`` otherwise."""
+    """Return a list of devices, one or more; raises ``TypeError`` or ``ValueError`` otherwise."""
     if isinstance(value, str | torch.device) or not isinstance(value, Sequence):
         raise InvalidType(
             f"Got devices={value!r:.80}.",
@@ -49,7 +49,7 @@ def as_devices(value: object) -> list[torch.device]:
 
 
 def check_missing(missing: object, no_model: bool) -> None:
-    """Refuse what is no list of patterns, or one without a model whose values they keep."""
+    """Raise ``ValueError`` unless ``missing`` lists patterns; patterns need a model."""
     if (
         not isinstance(missing, Sequence)
         or isinstance(missing, str)
@@ -66,7 +66,7 @@ def check_missing(missing: object, no_model: bool) -> None:
 
 
 def check_widths(widths: object) -> None:
-    """Refuse what gives no rows of parts for patterns of names; ``None`` gives none."""
+    """Raise ``TypeError`` unless ``widths`` maps patterns to rows of parts, or is ``None``."""
     pairs = widths.items() if isinstance(widths, Mapping) else [(widths, ())] if widths else ()
     for pattern, rows in pairs:
         whole = isinstance(rows, Sequence) and all(isinstance(n, int) for n in rows)

@@ -21,7 +21,7 @@ from fp8kit.io.arguments import as_device
 from fp8kit.modules.libraries import bare
 
 _Load = tuple[Layers, Placement]
-# loads of which more parts follow; a model that goes takes its own along
+# loads that wait for another partial call; an entry is freed with its model
 _UNFINISHED: WeakKeyDictionary[nn.Module, _Load] = WeakKeyDictionary()
 
 
@@ -36,23 +36,23 @@ def load_weights(
     partial: bool = False,
     strict: bool = False,
 ) -> set[str]:
-    """Load tensors that arrive in any order, and quantize each weight the moment it is whole.
+    """Load tensors that arrive in any order, and quantize each weight as soon as it is complete.
 
     Dense weights of FP8 layers are quantized, FP8 codes are taken as they are; q/k/v, gate/up and
-    experts may come apart and be joined in the model, or the other way round. Tensors in memory
-    are overwritten in place, any number of times: their addresses stay, and with them CUDA graphs.
-    If it raises, tensors that came before are loaded and the others are not.
+    experts may arrive separately and be joined in the model, or the other way round. Tensors in
+    memory are overwritten in place, any number of times, so CUDA graphs stay valid. If the call
+    raises, the tensors that arrived before the error are loaded and the others are not.
 
     Args:
-        model: with FP8 layers already, or to get them by ``scheme``; its tensors may be on meta.
-        weights: pairs of names as in a checkpoint and tensors on any device, whose memory may be
-            used again as soon as the next pair is asked for; or a mapping, such as a state dict.
+        model: has FP8 layers already, or gets them by ``scheme``; its tensors may be on meta.
+        weights: pairs of a name as in a checkpoint and a tensor on any device, whose memory the
+            source may reuse when the next pair is requested; or a mapping, such as a state dict.
         scheme: what linear layers become, by the rules of ``fp8kit.plan``.
         include: as in ``fp8kit.plan``; only with ``scheme``.
         exclude: as in ``fp8kit.plan``; only with ``scheme``.
-        device: where the model goes; by default it stays, and meta goes to the CPU.
-        partial: another call follows: what is not whole waits for it. The calls share the options
-            of the first.
+        device: where to move the model; by default it stays, and meta tensors go to the CPU.
+        partial: another call follows, and incomplete weights wait for it. All these calls use the
+            options of the first.
         strict: raise instead of warning about tensors the model does not use, and for layers that
             cannot be quantized.
 
@@ -61,12 +61,12 @@ def load_weights(
 
     Raises:
         CheckpointError: if a tensor arrives twice, does not fit, or contradicts its scale; and
-            without ``partial``, if a weight is not whole, a tensor still on meta, or all names
-            begin otherwise than the model's, as ``module.`` does.
+            without ``partial``, if a weight is incomplete, a tensor is still on meta, or all names
+            have another prefix than the model's, such as ``module.``.
         ConversionError: if a weight cannot be quantized, and as ``fp8kit.plan`` raises it.
-        TypeError: if ``model`` is no module, something that arrives is no name with a tensor, or a
-            weight to quantize is not bf16, fp16 or fp32.
-        ValueError: for an unknown scheme, patterns without one, or a device that is not there.
+        TypeError: if ``model`` is no module, an item is no pair of a name and a tensor, or a weight
+            to quantize is not bf16, fp16 or fp32.
+        ValueError: for an unknown scheme, patterns without a scheme, or a device that is not here.
 
     Example:
         >>> fp8kit.load_weights(model, trainer.named_parameters())

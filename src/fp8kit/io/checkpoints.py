@@ -44,7 +44,7 @@ from fp8kit.io.models import accepted
 
 THREADS_PER_GPU = 8
 _MOST_WORKERS = 1024
-# a bar says nothing of what is done by then, and lines come this often
+# quicker work shows no bar; without a terminal, lines are LINE_SECONDS apart
 QUIET_SECONDS, LINE_SECONDS = 1, 10.0
 _LINE = (
     "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt} [{elapsed}, {remaining} left, {rate_fmt}]"
@@ -66,10 +66,10 @@ def quantize_checkpoint(
     """Quantize a checkpoint of any size; the model is never built.
 
     Tensors flow from the source files through a quantizer into new files; memory holds a few
-    megabytes for each worker, whatever the size of the model or of its largest tensor. What becomes
-    FP8 is decided as ``fp8kit.plan`` decides it; experts become FP8 too, one matrix each. Where
+    megabytes for each worker, whatever the size of the model or of its largest tensor. The rules of
+    ``fp8kit.plan`` decide what becomes FP8; experts do too, one matrix each. Where
     ``fp8kit.load(source, scheme=...)`` and ``fp8kit.save`` can do the same, they write the same
-    weights, byte for byte, but for the few values that rebasing an MXFP8 weight changes.
+    weights, byte for byte, except for the few values that rebasing an MXFP8 weight changes.
 
     The destination appears when it is complete. An interrupted run leaves ``.<name>.partial``
     beside it, and the same call continues there.
@@ -78,12 +78,12 @@ def quantize_checkpoint(
         source: a directory with a high-precision checkpoint, or one safetensors file; it is never
             written to.
         destination: directory to make.
-        recipe: how, or just the scheme.
+        recipe: all options of the result, or only its scheme.
         overwrite: replace a destination that is a checkpoint.
-        devices: one worker thread for each; by default one for each processor. See ``workers_on``.
+        devices: one for each worker thread; by default the CPU, once for each processor.
         runner: carries out the work instead of threads of this process, e.g. ``ray_runner``.
-        progress: show a bar on a terminal, and lines now and then elsewhere; by default a bar on
-            a terminal and nothing elsewhere.
+        progress: ``True`` shows a bar on a terminal, and lines now and then elsewhere; by default a
+            bar on a terminal and nothing elsewhere.
 
     Returns:
         What was converted, what was not, and why.
@@ -93,8 +93,8 @@ def quantize_checkpoint(
         ConversionError: if a pattern matches nothing, a weight is not finite, or nothing would
             become FP8.
         CheckpointError: if the source is damaged or FP8 already, the target cannot load the result,
-            the destination is in the way, the disk is full, the source changes meanwhile, or
-            another run was interrupted here.
+            the destination exists and may not be replaced, the disk is full, the source changes
+            during the run, or a different run to this destination was interrupted.
 
     Example:
         >>> report = fp8kit.quantize_checkpoint("bf16-dir", "fp8-dir", "FP8_BLOCK")
@@ -130,7 +130,7 @@ def quantize_checkpoint(
                 partial.forget()
                 return report
             partial.clear()
-        # another process may have come to its end since the first look
+        # another process may have finished here since the first check
         directory.check_destination(goal, origin, overwrite)
         partial.begin(run)
         _carry_out(work, checkpoint.path, partial, runner, progress)
@@ -151,16 +151,16 @@ def verify_checkpoint(
 
     Args:
         source: the directory in high precision.
-        result: the FP8 directory, in any dialect that is read here.
+        result: the FP8 directory, in any dialect that this package reads.
         workers: threads; by default one for each processor.
-        progress: show a bar on a terminal, and lines now and then elsewhere; by default a bar on
-            a terminal and nothing elsewhere.
+        progress: ``True`` shows a bar on a terminal, and lines now and then elsewhere; by default a
+            bar on a terminal and nothing elsewhere.
 
     Returns:
         The error of every tensor, and what is missing, extra or wrong.
 
     Raises:
-        CheckpointError: if either is damaged, the source is FP8, or the result is not.
+        CheckpointError: if either is damaged, the source is FP8, or the result is not FP8.
 
     Example:
         >>> found = fp8kit.verify_checkpoint("bf16-dir", "fp8-dir")
@@ -173,7 +173,7 @@ def verify_checkpoint(
 
 
 def high_precision(source: str | Path) -> Checkpoint:
-    """Open a checkpoint that is to be quantized; refuse one that is damaged, or FP8 already."""
+    """Open a checkpoint to quantize; raises ``CheckpointError`` if damaged, or FP8 already."""
     checkpoint = open_checkpoint(source)
     if checkpoint.announced_alone:
         raise CheckpointError(checkpoint.announced_alone)
@@ -201,9 +201,10 @@ def decide(checkpoint: Checkpoint, recipe: Recipe) -> Selection:
 def workers_on(devices: Sequence[str], count: int | None = None) -> list[torch.device]:
     """List a device for each worker thread.
 
-    ``"cuda"`` stands for every GPU there is. By default a device has one thread for each processor
-    that this process may use, and a GPU eight, so that reading, computing and writing overlap.
-    Raises ``ValueError`` if ``count`` is not from 1 to 1024, or a device is not here.
+    ``"cuda"`` stands for every GPU there is. ``count`` is the number of threads per device. By
+    default a GPU has eight, so that reading, computing and writing overlap, and another device one
+    for each processor that this process may use. Raises ``ValueError`` if ``count`` is not from 1
+    to 1024, or a device is not here.
     """
     if count is not None and not (isinstance(count, int) and 0 < count <= _MOST_WORKERS):
         raise InvalidValue(
@@ -216,7 +217,6 @@ def workers_on(devices: Sequence[str], count: int | None = None) -> list[torch.d
         every = device.type == "cuda" and device.index is None
         here = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
         usual = THREADS_PER_GPU if device.type == "cuda" else _processors()
-        # threads take turns on the devices
         found += (here if every else [device]) * (count or usual)
     return found
 
@@ -225,7 +225,7 @@ def ray_runner(address: str | None = None, *, device: str = "cpu") -> Runner:
     """Return a runner that spreads the files of a checkpoint over the machines of a Ray cluster.
 
     Args:
-        address: of the cluster; by default the one that is found, else a local one is started.
+        address: of the cluster; by default a running one that Ray finds, else a new local one.
         device: ``"cpu"``, or ``"cuda"`` for one GPU per task.
 
     Raises:
@@ -264,7 +264,7 @@ def _carry_out(
     done = sum(work.source_bytes(i) for i in whole)
     with _bar("quantize", total, done, progress) as bar:
         runner(work, missing, source, partial.folder, bar.update)
-        partial.keep({s.file for s in work.shards})  # not what lost workers left
+        partial.keep({s.file for s in work.shards})  # removes what lost workers left
 
 
 def _kept(work: Work, partial: journal.UnfinishedConversion) -> str:
@@ -277,9 +277,9 @@ def _kept(work: Work, partial: journal.UnfinishedConversion) -> str:
 
 def _bar(what: str, total: int, done: int, progress: bool | None) -> Any:
     """Show bytes, rate and the time that is left: a bar, or lines where nothing can be redrawn."""
-    from tqdm import tqdm  # a tenth of what importing this package takes
+    from tqdm import tqdm  # imported here: it takes a tenth of this package's import
 
-    progress = False if sys.stderr is None else progress  # it was closed before Python started
+    progress = False if sys.stderr is None else progress  # stderr was closed before Python started
     lines = bool(progress) and not sys.stderr.isatty()
     return tqdm(
         total=total,
@@ -297,7 +297,7 @@ def _bar(what: str, total: int, done: int, progress: bool | None) -> Any:
 
 
 class _Lines:
-    """Write what a bar draws over itself as lines, for a file or a pipe."""
+    """Writes each redrawing of a progress bar as a line of its own, for a file or a pipe."""
 
     def write(self, text: str) -> None:
         line = text.strip("\r\n ")
@@ -323,7 +323,7 @@ def _facts(checkpoint: Checkpoint, recipe: Recipe) -> Facts:
 
 
 def _sized(choice: Selection, work: Work) -> Report:
-    """Add the sizes that the recipe's dtype changes, which no record knows of."""
+    """Add the size of the result: the recipe's dtype changes tensors that no record counts."""
     written = sum(s.size - len(s.header) for s in work.shards)
     choice.report.notes.append(
         f"{counted(len(work.layout), 'tensor')}, {directory.size(written)}, to be written into "

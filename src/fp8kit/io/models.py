@@ -17,9 +17,9 @@ from torch import nn
 from fp8kit.checkpoint import exporting
 from fp8kit.checkpoint.dialects import JsonObject, Kinds
 from fp8kit.checkpoint.loading import into_module
-from fp8kit.checkpoint.quantization_config import announce, check_unknown, tell_of_stacks
+from fp8kit.checkpoint.quantization_config import announce, refuse_unloadable, warn_of_stacks
 from fp8kit.checkpoint.schema.naming import experts_of
-from fp8kit.checkpoint.storage.nvfp4 import told
+from fp8kit.checkpoint.storage.nvfp4 import conversion_notes
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
 from fp8kit.conversion.patterns import some_of
@@ -42,11 +42,11 @@ def save(
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[str]:
-    """Save a converted model so that the target loads it; all of it appears at once, or nothing.
+    """Save a converted model so that the target loads it; it appears complete or not at all.
 
     Args:
-        model: a Transformers model or any other module, with ``Fp8Linear`` layers; of what
-            ``torch.compile`` or DDP wraps, the model itself is saved.
+        model: a Transformers model or any other module, with ``Fp8Linear`` layers; of a wrapper by
+            ``torch.compile`` or DDP, the wrapped model is saved.
         destination: directory to make.
         target: who will load it: ``"vllm"``, ``"sglang"`` or ``"transformers"``; fp8kit reads
             them all.
@@ -61,9 +61,9 @@ def save(
     Raises:
         ValueError: for an unknown target.
         TypeError: if ``model`` is no module.
-        CheckpointError: if the model has no FP8 layers, or layers that the target cannot load, or
-            adapters, or tensors of its own under names of scales, if there is no such source, or
-            if the destination is in the way or is the source.
+        CheckpointError: if the model has no FP8 layers, layers that the target cannot load,
+            adapters, or tensors of its own under names of scales; if ``source`` does not exist; if
+            the destination is the source, or exists and may not be replaced.
 
     Example:
         >>> fp8kit.convert(model)
@@ -87,9 +87,9 @@ def save(
         if is_hf:
             known = Path(str(getattr(model, "name_or_path", "") or ""))
             source = source or (known if known.name and known.is_dir() else None)
-        check_unknown(exported.whole if is_hf else [], target)
+        refuse_unloadable(exported.whole if is_hf else [], target)
         announced = announce(model, exported, target)
-        tell_of_stacks(exported.whole)
+        warn_of_stacks(exported.whole)
         tensors = dict(announced.on_disk(n, t) for n, t in exported.tensors.items())
         exporting.refuse_reserved(model, tensors)
         quantization = announced.config(exported.dense)
@@ -123,41 +123,41 @@ def load(
 ) -> Any:
     """Load an FP8 checkpoint bit for bit, or quantize a high-precision one while loading it.
 
-    NVFP4 weights become ``scheme``, by default FP8_DYNAMIC; a warning tells the error of that.
+    NVFP4 weights are quantized to ``scheme``, by default FP8_DYNAMIC; a warning states the error.
     Each tensor is read, quantized and placed before the next one. q/k/v, gate/up and experts may be
-    joined in the checkpoint, in the model, or in both. FP8 weights for which the model has no
-    linear layer, or one whose weight its code reads, are decoded, and a warning names them.
+    joined in the checkpoint, in the model, or in both. FP8 weights are decoded, and a warning names
+    them, if the model has no linear layer for them, or has code that reads that layer's weight.
 
     Args:
         source: a checkpoint directory.
         model: the module to fill, in place; its parameters may be on meta. Without it, the
-            directory is a Transformers one, and the Transformers model is made.
-        scheme: what a high-precision checkpoint becomes, by the rules of ``fp8kit.plan``; for one
-            of MXFP8 how its layers compute, by default as is fastest on the device: as
-            ``"FP8_DYNAMIC"`` (or ``"MXFP8_ROW"``), ``"FP8_BLOCK"`` or ``"FP8_WEIGHT_ONLY"`` ones
-            do, rebased; as ``"MXFP8_WEIGHT_ONLY"`` or ``"MXFP8_EMULATED"``, not rebased.
+            directory must be one of Transformers, whose model is built.
+        scheme: what a high-precision checkpoint becomes, by the rules of ``fp8kit.plan``. For MXFP8
+            it says how the layers compute, by default in the way that is fastest on the device:
+            ``"FP8_DYNAMIC"`` (or ``"MXFP8_ROW"``), ``"FP8_BLOCK"`` and ``"FP8_WEIGHT_ONLY"`` rebase
+            the weights, ``"MXFP8_WEIGHT_ONLY"`` and ``"MXFP8_EMULATED"`` do not.
         include: as in ``fp8kit.plan``; only with ``scheme``.
         exclude: as in ``fp8kit.plan``; only with ``scheme``.
         device: where the model goes.
-        dtype: its high precision; by default the checkpoint's.
+        dtype: the model's high precision; by default the checkpoint's.
         strict: raise instead of warning about tensors the model does not use, and for layers that
             cannot be quantized.
         widths: rows of the parts of fused FP8 layers that have one scale for each part, by patterns
             of their names, such as ``{"*.in_proj": (256, 256, 64)}``; ``qkv_proj`` and
             ``gate_up_proj`` are known without.
-        missing: patterns of layers of ``model`` that keep what they hold where the checkpoint has
-            nothing for them, such as ``["score"]`` of a new head.
+        missing: patterns of layers of ``model`` that keep their values if the checkpoint has none
+            for them, such as ``["score"]`` for a new head.
 
     Returns:
         The model; one of Transformers is in eval mode and has its generation config.
 
     Raises:
-        CheckpointError: if the checkpoint is damaged, of an unknown dialect, has another scheme, or
-            does not fit the model.
+        CheckpointError: if the checkpoint is damaged, of an unknown dialect, has another scheme
+            than ``scheme``, or does not fit the model.
         ConversionError: as ``fp8kit.plan`` raises it.
         ImportError: if Transformers is needed and is not there, or is too old.
         TypeError: if ``model`` is no module, or ``dtype`` no dtype.
-        ValueError: for an unknown scheme, an FP8 ``dtype``, a ``device`` that is not there, or
+        ValueError: for an unknown scheme, an FP8 ``dtype``, a ``device`` that is not here, or
             ``missing`` without ``model``.
 
     Example:
@@ -201,7 +201,7 @@ def load(
 
 
 def require_fp8(source: Path) -> Path:
-    """Return the path of an FP8 checkpoint; refuse one in high precision."""
+    """Return the path of an FP8 checkpoint; raises ``CheckpointError`` if it is not FP8."""
     if open_checkpoint(source).spec is None:
         raise CheckpointError(
             f"{source} is in high precision.",
@@ -212,15 +212,15 @@ def require_fp8(source: Path) -> Path:
 
 
 def integration(name: str = "transformers") -> ModuleType:
-    """Import what knows Transformers; the only lazy import beside that of the backends.
+    """Import a module of ``fp8kit.integrations`` that needs Transformers.
 
-    ``name`` is that of a module of ``fp8kit.integrations``. Raises ``ImportError`` if Transformers
-    is not installed, or lacks what is needed.
+    It is imported on first use, because Transformers is optional. Raises ``ImportError`` if that is
+    not installed, or lacks what is needed.
     """
     try:
         return importlib.import_module(f"fp8kit.integrations.{name}")
     except ImportError as error:
-        # an older Transformers lacks names, which is another ImportError
+        # a name that an older Transformers lacks raises a plain ImportError
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         arrived = {
             "transformers": "Transformers is not installed.",
@@ -239,14 +239,14 @@ def integration(name: str = "transformers") -> ModuleType:
 
 
 def accepted(checkpoint: Checkpoint, quantization: JsonObject, kinds: Kinds) -> JsonObject:
-    """Return the quantization config with which Transformers loads what becomes of a checkpoint.
+    """Return the quantization config with which Transformers loads the result of a conversion.
 
-    The checkpoint is the source, with the ``config.json`` of the result; ``kinds`` are those of the
-    result. Raises ``CheckpointError`` if Transformers would not load it, as ``transformers_trial``
-    says.
+    ``checkpoint`` is the source, from whose ``config.json`` the model is built; ``kinds`` has dtype
+    and shape of each tensor of the result. Raises ``CheckpointError`` if ``transformers_trial``
+    finds that Transformers would not load it.
     """
     if not {"architectures", "model_type"} <= checkpoint.config.keys():
-        return quantization  # no config of a model, which only fp8kit.load(dir, model) takes
+        return quantization  # no model is named: only fp8kit.load(dir, model) loads it
     try:
         hf = integration()
     except ImportError as error:
@@ -256,20 +256,20 @@ def accepted(checkpoint: Checkpoint, quantization: JsonObject, kinds: Kinds) -> 
 
 
 def _named_as_in(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint under the names of a model; Transformers knows them of its own."""
+    """Return a checkpoint under the names in a Transformers model, by Transformers' own rules."""
     if not is_transformers(model):
         return checkpoint
     try:
         hf = integration()
-    except ImportError:  # of an older Transformers, which takes what has its names
+    except ImportError:  # an older Transformers: only names that agree already load
         return checkpoint
     return hf.in_model(checkpoint, model)
 
 
 def _finish(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Tell layers what a checkpoint says of them beside their tensors.
+    """Set on layers what a checkpoint says about them besides their tensors.
 
-    That is a bound on activations, and what quantizing their NVFP4 weights has added.
+    That is the bound on the amax of activations, and the error of quantizing NVFP4 weights.
     """
     bound = checkpoint.spec.scale_ub if checkpoint.spec else None
     for name, layer in model.named_modules():
@@ -285,7 +285,7 @@ def _notes(checkpoint: Checkpoint, filled: into_module.Filled) -> list[str]:
     notes = [note for note in (checkpoint.announced_alone,) if note]
     if checkpoint.spec is None:
         return [*notes, *filled.notes(str(checkpoint.path))]
-    errors = told(checkpoint.errors, checkpoint.spec.scheme)
+    errors = conversion_notes(checkpoint.errors, checkpoint.spec.scheme)
     return [*notes, *checkpoint.spec.unread, *filled.notes(str(checkpoint.path)), *errors]
 
 
@@ -322,7 +322,7 @@ def _check_request(
     fits = wanted is None or held is None or wanted.stored == held
     every, mx = {layer.scheme for layer in checkpoint.layers.values()}, SCHEMES["MXFP8"]
     if wanted is not None and held is not None and not fits:
-        fits = replace(wanted, name=held.name) == held  # a preset, or one's own, of these numbers
+        fits = replace(wanted, name=held.name) == held  # the same numbers under another name
         fits |= mx in every and wanted.stored == mx
         fits |= every == {mx} and named_form(wanted, of_fp8=True) is not None
     if not fits:

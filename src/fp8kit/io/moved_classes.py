@@ -1,8 +1,8 @@
 """Classes under their paths in earlier versions, so that old pickles load.
 
-Such files name a class by module and name. ``register`` puts a stand-in for each old module into
-``sys.modules``; it imports the new one when a class is looked up, so an import of the package pays
-for none. A class that moves from a released version gets a row here.
+A pickle names a class by module and name. ``register`` puts a substitute for each old module into
+``sys.modules``. The substitute imports the new module when a class is looked up, so importing this
+package imports none of them. A class that moves after a release gets a row here.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ NAMES = {("fp8kit.eager", "Tapes"): "ReplayCache"}
 
 
 class _OldModule(ModuleType):
-    """Looks its names up in the module that has them now."""
+    """A module that is gone; it looks its names up in the module that has them now."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return the class of this name, or of its new one."""
+        """Return the class that had this name here."""
         if name.startswith("__"):
             raise AttributeError(name)
         module = importlib.import_module(MODULES[self.__name__])

@@ -18,7 +18,7 @@ from fp8kit.checkpoint.rebasing import fall_back, weights_of
 from fp8kit.checkpoint.schema import targets
 from fp8kit.checkpoint.schema.naming import dense_stacks, named, standard_names
 from fp8kit.checkpoint.storage.matrices import single_experts
-from fp8kit.checkpoint.storage.nvfp4 import told
+from fp8kit.checkpoint.storage.nvfp4 import conversion_notes
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
 from fp8kit.checkpoint.translated import TranslatedMatrix, Translation, check_target, matrices_of
@@ -46,7 +46,7 @@ def convert_checkpoint(
 
     Codes and scales keep their bits; stacks of experts become one matrix per expert, and one scale
     per tensor becomes one per row where the target needs it. Tensors are read, renamed and written
-    one at a time, those to rebase twice; the destination appears complete or not at all.
+    one at a time, those to rebase are read twice; the destination appears complete or not at all.
 
     Args:
         source: a directory, or a safetensors file, of any dialect this package reads.
@@ -56,11 +56,11 @@ def convert_checkpoint(
         dialect: name of the dialect to write, if not the target's own.
         scheme: what MX weights become, e.g. ``"FP8_DYNAMIC"``: they are rebased, which keeps nearly
             all values, and a warning counts the others. By default they stay MX; other FP8 weights
-            always stay what they are. A layer that would change by more than 1e-4 becomes blocks,
-            else MX with 16-bit activations, else high precision, whichever the target has, and a
-            warning names it. NVFP4 weights are quantized to it, by default to FP8_DYNAMIC, and a
-            warning tells the error.
-        unfit: what happens to layers that the target cannot load: ``"refuse"``, or
+            always keep their scheme. A layer that rebasing would change by more than 1e-4 gets
+            block scales, else MX with 16-bit activations, else high precision: the first that the
+            target loads, and a warning names it. NVFP4 weights are quantized to ``scheme``, by
+            default to FP8_DYNAMIC, and a warning states the error.
+        unfit: what happens to layers that the target cannot load: ``"refuse"`` (an error), or
             ``"dequantize"`` to write them in the model's high precision. Stacks of experts that no
             engine loads (GPT-OSS) are written with a warning, as by ``fp8kit.save``.
         overwrite: replace a destination that is a checkpoint.
@@ -71,9 +71,9 @@ def convert_checkpoint(
 
     Raises:
         ValueError: for an unknown target, dialect or ``unfit``.
-        CheckpointError: if the source is damaged, in high precision, or not MX and given a scheme,
-            if the numbers do not go into the dialect, if the target cannot load them, or if the
-            destination is in the way.
+        CheckpointError: if the source is damaged, in high precision, or neither MX nor of the given
+            ``scheme``; if the dialect cannot hold its numbers, or the target cannot load them; or
+            if the destination exists and may not be replaced.
 
     Example:
         >>> convert_checkpoint("modelopt-dir", "dir", target="transformers")
@@ -111,7 +111,7 @@ def convert_checkpoint(
     written_files = write_checkpoint(
         destination,
         layout,
-        _stream(job),
+        _tensors(job),
         config=with_quantization(
             checkpoint.config, quantization, checkpoint.dtype, targets.output_heads(spec.others)
         ),
@@ -121,7 +121,7 @@ def convert_checkpoint(
     )
     assert checkpoint.spec is not None
     ignored = [said for said in checkpoint.spec.unread if " are ignored: " in said]
-    for sentence in (*ignored, *told(checkpoint.errors, wanted)):
+    for sentence in (*ignored, *conversion_notes(checkpoint.errors, wanted)):
         warnings.warn(sentence, stacklevel=2)
     return written_files
 
@@ -139,7 +139,7 @@ def _scheme(checkpoint: Checkpoint) -> Scheme:
 
 
 def _wanted(checkpoint: Checkpoint, scheme: Scheme) -> Scheme:
-    """Return the scheme that MX weights become, or that all have."""
+    """Return the scheme that MX weights become; without MX weights, one that layers have."""
     held = {layer.scheme for layer in checkpoint.layers.values()}
     mx = any(s.weight == MX for s in held)
     if (scheme.static or scheme.rebased) if mx else scheme not in held:
@@ -153,14 +153,14 @@ def _wanted(checkpoint: Checkpoint, scheme: Scheme) -> Scheme:
 
 
 def _dialect(target: str, matrices: Iterable[TranslatedMatrix], checkpoint: Checkpoint) -> Dialect:
-    """Choose how to write what the target loads; compressed-tensors has several schemes."""
+    """Choose the dialect that the target loads; for several schemes, compressed-tensors."""
     schemes = {m.scheme for m in matrices}
     found = [targets.dialect_for(target, scheme, checkpoint.config) for scheme in schemes]
     return found[0] if len(found) == 1 else COMPRESSED_TENSORS
 
 
 def _dense(checkpoint: Checkpoint) -> list[str]:
-    """Name the matrices in high precision that engines would take for quantized linear layers."""
+    """Name the high-precision matrices that engines would take for quantized linear layers."""
     found, dense = [], {}
     for name, info in checkpoint.tensors.items():
         layer, _, kind = name.rpartition(".")
@@ -198,7 +198,7 @@ def _spec(job: Translation, dense: list[str]) -> Spec:
 
 def _layout(job: Translation) -> Layout:
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for name, tensor in _announced(job):
+    for name, tensor in _empty_tensors(job):
         if name in layout:
             raise CheckpointError(
                 f"Two tensors of {job.checkpoint.path} would be called {name}.",
@@ -209,8 +209,8 @@ def _layout(job: Translation) -> Layout:
     return layout
 
 
-def _announced(job: Translation) -> Iterator[tuple[str, Tensor]]:
-    """Return all tensors of the result without data."""
+def _empty_tensors(job: Translation) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of the result on meta, without data."""
     checkpoint = job.checkpoint
     with torch.device("meta"):
         for name in _plain(checkpoint):
@@ -231,8 +231,8 @@ def _announced(job: Translation) -> Iterator[tuple[str, Tensor]]:
             yield _dense_weight(m, torch.empty(m.held, dtype=checkpoint.dtype))
 
 
-def _stream(job: Translation) -> Iterator[tuple[str, Tensor]]:
-    """Return all tensors of the result, layer by layer; a stack is read once."""
+def _tensors(job: Translation) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of the result, layer by layer; a stack is read once."""
     checkpoint = job.checkpoint
     for name in _plain(checkpoint):
         yield name, checkpoint.read(name)
@@ -253,12 +253,12 @@ def _stream(job: Translation) -> Iterator[tuple[str, Tensor]]:
 
 
 def _part(m: TranslatedMatrix, q: QTensor) -> QTensor:
-    """Give one matrix of a layer scales as fine as its scheme has them."""
+    """Return a matrix with scales of the granularity of its scheme."""
     if q.group == MX and m.scheme.weight != MX:
         found = rebase(q, m.scheme.weight).q
         scale = stacked_scale(found).contiguous() if m.whole else found.scale
         return QTensor(found.data, scale, m.scheme.weight)
-    if (q.group, m.scheme.weight) == (ROW, TENSOR):  # spread over the rows of a stack when read
+    if (q.group, m.scheme.weight) == (ROW, TENSOR):  # reading a stack repeated its scale per row
         return QTensor(q.data, q.scale[:1], TENSOR)
     if (q.group, m.scheme.weight) == (TENSOR, ROW):
         return QTensor(q.data, q.scale.expand(len(q.data), 1).contiguous(), ROW)
@@ -273,7 +273,7 @@ def _renamed(
 
 
 def _dense_weight(m: TranslatedMatrix, tensor: Tensor) -> tuple[str, Tensor]:
-    """Name a weight in high precision; a stack is turned as its model holds it."""
+    """Return a decoded weight under its name; a stack is transposed as its model holds it."""
     if not m.whole:
         return named(m.name, "weight"), tensor
     return m.name, tensor.transpose(1, 2).contiguous() if m.layer.transposed else tensor

@@ -1,14 +1,14 @@
-"""DeepGEMM's 1x128 by 128x128 product on Hopper, where the package ``deep_gemm`` is at hand.
+"""DeepGEMM's 1x128 by 128x128 product on Hopper, where the package ``deep_gemm`` is installed.
 
-https://github.com/deepseek-ai/DeepGEMM, looked for once, when a problem first needs it; where the
-process has imported vLLM by then, the copy in its wheel will do. Sums are promoted to fp32 every
-128 of K, so they are precise. What is declined follows from ``csrc/apis/gemm.hpp`` and
+https://github.com/deepseek-ai/DeepGEMM is looked for once, when a problem first needs it; if the
+process has imported vLLM by then, the copy in vLLM's wheel also serves. Sums are promoted to fp32
+every 128 of K, so they are precise. The reasons to decline follow from ``csrc/apis/gemm.hpp`` and
 ``csrc/utils/layout.hpp`` of its source; N and K are further kept to multiples of 64 and 128, the
 shapes that its first releases took and that engines give it. A bias is added to the rounded result.
 
-It compiles a kernel for every N, K and cut of M when it first meets them, with nvcc: call
-``fp8kit.warmup`` with the row counts that matter. No table in the wheel knows it, so it runs where
-``fp8kit tune`` has measured it to be the fastest, and nowhere else.
+DeepGEMM compiles a kernel with nvcc at the first use of every N, K and tiling of M: call
+``fp8kit.warmup`` with the row counts that matter. The shipped tables have no times for it, so it
+runs only where ``fp8kit tune`` has measured it to be the fastest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MULTIPLES = {"N": 64, "K": 128}
 
 
 def supports(problem: MatmulProblem) -> str | None:
-    """Return why DeepGEMM does not take a problem: what it lacks, or that it is not there."""
+    """Return why DeepGEMM does not take a problem: what it lacks, or that it is not installed."""
     if (problem.x_group, problem.w_group) != (GROUP128, BLOCK):
         return f"has no {problem.x_group} by {problem.w_group} scales, only {GROUP128} by {BLOCK}"
     if problem.capability is not None and problem.capability[0] == 10:
@@ -59,10 +59,10 @@ def run(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
     assert product is not None, missing
     assert x_scale is not None
     if is_recording():
-        record_launch(None)  # what the library launches cannot be repeated without it
+        record_launch(None)  # its launches cannot be repeated without the library
     y = torch.empty(x.shape[0], w.shape[0], dtype=problem.out_dtype, device=x.device)
     with current(x.device):
-        # rows without gaps, as every release takes them
+        # without gaps between rows, which not every release takes
         x, w = aligned(x.contiguous()), aligned(w.contiguous())
         product((x, by_column(x_scale)), (w, w_scale.contiguous()), y)
     return y if bias is None else y.add_(bias)
@@ -79,7 +79,7 @@ def _product() -> tuple[Callable[..., None] | None, str | None]:
             if error.name in _ABSENT:
                 continue
             reasons.append(_broken(error))
-        except Exception as error:  # it asserts, and its libraries fail as their loader likes
+        except Exception as error:  # it asserts, and a loader of libraries may raise anything
             reasons.append(_broken(error))
         else:
             for name in _NAMES:

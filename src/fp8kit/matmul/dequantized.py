@@ -3,9 +3,9 @@
 Where all scales factor out of the K sum (one per row or per tensor), the codes themselves are
 multiplied, exactly representable in ``bfloat16``, and the scales are applied to the result, which
 rounds once less than scaling the operands. Otherwise the scaled operands are rounded to the compute
-dtype first. ``bfloat16`` results compute in ``bfloat16``, all others in ``float32``; so do
-``bfloat16`` results on a CPU that has no such products, where emulating them takes up to five times
-as long, but for one row of codes, which takes as long as reading the weight.
+dtype first. The compute dtype is ``bfloat16`` for ``bfloat16`` results, else ``float32``. A CPU
+without ``bfloat16`` products, which needs up to five times as long to emulate them, computes in
+``float32``, too, except for one row of codes: it takes only as long as reading the weight.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def scaled(codes: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dtype) 
 
 @functools.cache
 def multiplies_bf16(device_type: str) -> bool:
-    """Return whether a device multiplies ``bfloat16`` itself, and not by way of ``float32``."""
+    """Return whether a device has ``bfloat16`` products of its own, not emulated ones."""
     if device_type != "cpu":
         return True
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

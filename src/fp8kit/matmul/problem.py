@@ -1,4 +1,4 @@
-"""A matmul's problem as frozen data, and the backends in order."""
+"""A matmul as frozen data, and the backends that multiply, in order of preference."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ MATMUL_BACKENDS: BackendTable = (
 )
 # rows up to which a backend may quantize inside the GEMM (``quantize_in_gemm``)
 IN_GEMM_ROWS = 4
-# granularities with fast sums: groups along K are summed one by one, 16 bits in fp32
+# granularities of x for which ``accum`` matters: groups along K, and 16-bit x, are summed in fp32
 _WHOLE_ROWS = (ROW, TENSOR)
 TIMED_DTYPES = (torch.bfloat16, torch.float16)
-# candidates whose times hold for both; torch writes fp16 in one kernel for tensor scales alone
+# candidates as fast for fp16 as for bf16; torch writes fp16 in one kernel for tensor scales only
 _ANY_16_BITS = (DENSE, "hopper_gemm", "triton_gemm", "dequantized")
 # backends that decode the weight before a dense matmul: correct everywhere, faster nowhere
 DECODING = ("dequantized", "reference")
@@ -37,12 +37,12 @@ DECODING = ("dequantized", "reference")
 class MatmulProblem:
     """``y[M, N] = x[M, K] @ w[N, K].T + bias`` with scaled operands.
 
-    ``m`` is rounded up to a power of two, so that few problems exist. Without ``x_group`` ``x`` is
-    in 16 or 32 bit (weight-only); ``x_dtype`` is what the matmul gets. ``accum`` is ``"precise"``
-    (data of one sign is biased by less than 1e-3) or ``"fast"``; the bits of a row depend on no
-    other row if ``batch_invariant``. Measured times are kept under ``device``, the name of the GPU.
-    How to cut the problem says ``configuration``; empty leaves that to the backend, ``None`` to
-    dispatch. ``capability`` is that of CUDA, ``architecture`` that of AMD, such as ``gfx942``.
+    ``m`` is rounded up to a power of two, so that few problems exist. If ``x_group`` is ``None``,
+    ``x`` has 16 or 32 bits (weight-only); ``x_dtype`` is what the matmul gets. ``accum`` is
+    ``"precise"`` (data of one sign is biased by less than 1e-3) or ``"fast"``. With
+    ``batch_invariant`` the bits of a row do not depend on other rows. Measured times are kept under
+    ``device``, the GPU's name. ``configuration`` names a tile configuration; empty leaves it to the
+    backend, ``None`` to dispatch. ``capability`` is CUDA's, ``architecture`` AMD's (``gfx942``).
     """
 
     m: int
@@ -75,7 +75,7 @@ class MatmulProblem:
     ) -> MatmulProblem:
         """Describe multiplying ``x [M, K]`` by ``w [N, K]``; ``groups`` are those of ``(x, w)``.
 
-        An ``x`` that is not quantized yet will have ``x_dtype`` then.
+        ``x_dtype`` is the dtype that an unquantized ``x`` will be quantized to.
         """
         return MatmulProblem(
             m_bucket(x.shape[0]),
@@ -98,9 +98,9 @@ class MatmulProblem:
     def measured(self) -> Measured | None:
         """Return the measured times of the layer this product belongs to, if there are any.
 
-        Tables hold layers with bf16 input and output and e4m3fn codes, without a bias. What writes
-        fp16 in the same kernel takes as long. A product whose bits must not depend on M has none:
-        times depend on M, and so would the choice.
+        Tables hold layers with bf16 input and output and e4m3fn codes, without a bias. A backend
+        that writes fp16 in the same kernel takes as long. A batch-invariant product has no times:
+        they depend on M, so a choice by them would depend on M, too.
         """
         if self.batch_invariant:
             return None
@@ -137,9 +137,9 @@ class MatmulProblem:
 
 
 class MatmulOperands(NamedTuple):
-    """What is multiplied: ``x [M, K]`` by codes ``w [N, K]``, with scales per group of the problem.
+    """The operands: ``x [M, K]``, codes ``w [N, K]``, and their scales, per group of the problem.
 
-    ``x`` are codes, or bf16, fp16 or fp32 without scales; the bias is ``[N]``, any float dtype.
+    ``x`` holds codes, or bf16, fp16 or fp32 without scales; the bias is ``[N]``, any float dtype.
     """
 
     x: Tensor
@@ -155,16 +155,16 @@ QuantizeInGemm = Callable[[MatmulOperands, MatmulProblem, float], Tensor | None]
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class MatmulBackend(Backend):
-    """An implementation of the matmul.
+    """A backend that multiplies.
 
     Args:
-        run: multiplies; gives ``[M, N]`` in ``problem.out_dtype``. No operand is empty: what such
-            ones make is known, and the operators give it without a backend.
-        quantize_in_gemm: quantizes up to ``IN_GEMM_ROWS`` rows in its own kernel, with the bits of
+        run: multiplies; gives ``[M, N]`` in ``problem.out_dtype``. No operand is empty: for those
+            the operators return the result without a backend.
+        quantize_in_gemm: quantizes up to ``IN_GEMM_ROWS`` rows inside the GEMM, with the bits of
             ``quantize`` and ``run``. It gets high-precision ``x``, and the floor of its scales; it
-            gives ``None`` where it takes two kernels.
-        row_counts: row counts that run every kernel of a problem's bucket, for a warm-up where a
-            kernel follows the exact count.
+            returns ``None`` where two kernels are needed.
+        row_counts: gives row counts that together run every kernel of a problem's power of two,
+            for a warm-up where the kernel depends on the exact count.
     """
 
     run: Run

@@ -1,9 +1,8 @@
 """The definition: the ``float32`` product of the dequantized operands, bias added, rounded once.
 
-With ``batch_invariant`` the rows are multiplied in tiles of a fixed height, the last one padded,
-so that the library underneath always sees one shape and a row never feels its neighbours. K is
-padded, too: where it is odd and N small, MKL sums the rows of a tile in different orders. So it
-does with other strides.
+With ``batch_invariant`` the rows are multiplied in contiguous tiles of a fixed height, the last one
+padded: the library underneath always sees one shape, so a row's bits do not depend on other rows.
+K is padded, too: where it is odd and N small, MKL sums the rows of a tile in different orders.
 """
 
 from __future__ import annotations

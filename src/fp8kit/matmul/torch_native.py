@@ -30,7 +30,7 @@ _BLOCK_M_ALIGN = 4
 _BLOCK_SCALE_ALIGN = 4
 _AMD_WITH_FP8 = ("gfx94", "gfx95", "gfx12")
 SCALED_AFTER = "scaled_after"
-_FEW_ROWS = 512  # up to which a product takes as long as its weight is read
+_FEW_ROWS = 512  # up to so many rows a product takes only as long as reading its weight
 
 
 def supports(problem: MatmulProblem) -> str | None:
@@ -86,7 +86,7 @@ def yields_to(problem: MatmulProblem) -> str:
 
 
 def configurations(problem: MatmulProblem) -> tuple[str, ...]:
-    """Offer to multiply bare codes where torch has a row-wise kernel, too."""
+    """Offer to multiply bare codes and scale the result, beside torch's row-wise kernel."""
     pair = (problem.x_group, problem.w_group)
     rowwise = pair[0] in _ROWWISE and pair[1] in _ROWWISE and pair != (TENSOR, TENSOR)
     few = problem.m <= _FEW_ROWS and problem.out_dtype == torch.bfloat16
@@ -185,7 +185,7 @@ def _padded(codes: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
         return aligned(codes)
     codes = codes if codes.stride(1) == 1 else codes.contiguous()
     places = (right, *codes.shape[1:], codes.stride(0), codes.storage_offset(), codes.data_ptr())
-    # an element takes its time, whatever its size
+    # the time depends on the number of elements, not on their size
     kind, size = (torch.uint8, 1) if any(place % 8 for place in places) else (torch.int64, 8)
     return F.pad(codes.view(kind), (0, right // size, 0, below)).view(codes.dtype)
 

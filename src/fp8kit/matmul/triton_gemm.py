@@ -1,12 +1,12 @@
 """The product in Triton: every pair of scales, any shape and strides, on NVIDIA GPUs from sm80.
 
-Two families of tiles, both in ``triton_gemm_kernels``. FP8 tensor cores (sm89 and later) serve row,
-tensor and group scales at any number of rows. Decoding in registers serves what they cannot: a
-weight with 16-bit activations, MX scales, e4m3fnuz codes, and devices without FP8; it streams the
-weight once as bytes, and pays as long as that is what takes the time.
+There are two families of tiles, both in ``triton_gemm_kernels``. FP8 tensor cores (sm89 and later)
+serve row, tensor and group scales at any number of rows. Decoding in registers serves the rest:
+16-bit activations, MX scales, e4m3fnuz codes, and devices without FP8. It streams the weight once
+as bytes, which is worth it as long as reading the weight takes most of the time.
 
-The cut of a problem is a pure function of its shape and the device: nothing is tuned at run time.
-With few tiles K is split, and a second launch adds the parts in their order.
+The tile of a problem is a pure function of its shape and the device: nothing is tuned at run time.
+With few tiles K is split, and a second launch adds the partial sums in their order.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _PROMOTED = 128  # products of one sum in the tensor core: 256 left a bias of 2e
 _DEEPEST = 512
 _SPLIT_STEPS = 4  # no part of K is shorter: its program must have time to stream
 _RAGGED_DEPTH = 32
-_RESERVED = 4096  # bytes of shared memory per program that the ring cannot have
-_PREFETCHED = 8  # lines of 128 bytes per weight row that are asked for before the input is there
+_RESERVED = 4096  # bytes of shared memory per program that pipeline stages cannot have
+_PREFETCHED = 8  # lines of 128 bytes per weight row that are prefetched before the input is ready
 _SUMMED = 512
 _FORMATS = {
     torch.float8_e4m3fn: "e4m3fn",
@@ -52,18 +52,18 @@ _COMPUTE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class Device(NamedTuple):
-    """What the cut depends on: multiprocessors, and bytes of shared memory on each."""
+    """What the choice of a tile depends on: multiprocessors, and bytes of shared memory on each."""
 
     processors: int
     shared: int
 
 
 class TritonTile(NamedTuple):
-    """How one problem is cut.
+    """How one problem is tiled.
 
-    A tile is of ``rows`` tokens and ``cols`` weight rows. Its K is shared by ``splits`` programs,
-    each of which makes ``chunks`` sums one after the other, in steps of ``depth`` codes; ``stages``
-    of these are in flight.
+    A tile has ``rows`` tokens and ``cols`` weight rows. ``splits`` programs share its K; each
+    computes ``chunks`` sums one after the other, in steps of ``depth`` codes, with ``stages`` steps
+    in flight.
     """
 
     rows: int
@@ -85,8 +85,8 @@ def decoded(problem: MatmulProblem) -> bool:
 def deepest(problem: MatmulProblem) -> int:
     """Return the most columns that a step may have.
 
-    A step has one scale, and where sums are precise it is all that an FP8 tensor core adds up
-    before ``float32`` takes over. Decoded codes are summed in ``float32`` from the start.
+    A step has one scale. Where sums are precise, an FP8 tensor core also adds up no more than one
+    step before ``float32`` takes over. Decoded codes are summed in ``float32`` from the start.
     """
     short = problem.accum == "precise" and not decoded(problem)
     groups = (problem.x_group, problem.w_group)
@@ -96,14 +96,14 @@ def deepest(problem: MatmulProblem) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def choose_tile(problem: MatmulProblem, device: Device) -> TritonTile:
-    """Cut a problem so that every multiprocessor streams the weight.
+    """Choose the tile of a problem so that every multiprocessor streams the weight.
 
-    With ``batch_invariant`` the number of parts of K does not depend on ``m``; where there are rows
-    enough, one program sums them all.
+    With ``batch_invariant`` the number of parts of K does not depend on ``m``; with more than 64
+    rows, one program sums them all.
     """
     m, n, invariant = max(problem.m, 1), problem.n, problem.batch_invariant
     grouped = _in_groups(problem.x_group) or _in_groups(problem.w_group)
-    # bytes that no 16-byte copy can fetch wait in registers, so there must be few of them
+    # loads that are no 16-byte copies wait in registers, so a step must have few columns
     depth = min(_RAGGED_DEPTH if problem.k % 16 else _DEPTH, deepest(problem))
     if decoded(problem):
         # two warps multiply with mma, whose operands may be permuted along K: wgmma would want the
@@ -133,7 +133,7 @@ def choose_tile(problem: MatmulProblem, device: Device) -> TritonTile:
 
 
 def cut(problem: MatmulProblem) -> str:
-    """Return how a product of as many rows as this power of two is cut."""
+    """Return how a product of ``problem.m`` rows, a power of two, is tiled."""
     tile = choose_tile(problem, device_facts(torch.device(problem.device_type)))
     parts = f", K in {tile.splits * tile.chunks} parts" if tile.splits * tile.chunks > 1 else ""
     return f"tiles of {tile.rows} rows by {tile.cols} weights, {tile.stages} stages{parts}"
@@ -165,7 +165,7 @@ def run(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
 
 
 def run_tile(operands: MatmulOperands, problem: MatmulProblem, tile: TritonTile) -> Tensor:
-    """Multiply as ``run`` does, cut as told; the benchmark compares cuts with it."""
+    """Multiply as ``run`` does, but with a given tile; the benchmark compares tiles with it."""
     x, w = _streamable(operands.x), _streamable(operands.w)
     x_scale, w_scale, bias = operands.x_scale, operands.w_scale, operands.bias
     m, n = x.shape[0], w.shape[0]
@@ -192,7 +192,7 @@ def product_arguments(
     pointers: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor],
     problem: MatmulProblem,
 ) -> tuple[object, ...]:
-    """Return what a call passes to ``product_kernel``.
+    """Return the arguments of ``product_kernel`` for one call.
 
     ``pointers`` are ``w``, ``x``, their scales, bias and result.
     """
@@ -209,7 +209,7 @@ def product_arguments(
 
 @functools.lru_cache(maxsize=4096)
 def product_constants(problem: MatmulProblem, tile: TritonTile) -> dict[str, object]:
-    """Give what is compiled into ``product_kernel``; shared between calls, so do not change it."""
+    """Return the constants of ``product_kernel``; calls share this dict, so do not change it."""
     assert tile.depth <= deepest(problem)
     dtype: object = None
     if INTERPRETED.value:
@@ -232,7 +232,7 @@ def product_constants(problem: MatmulProblem, tile: TritonTile) -> dict[str, obj
 
 
 def launch_options(problem: MatmulProblem, tile: TritonTile) -> dict[str, object]:
-    """Return the compiler's options for one cut."""
+    """Return the compiler's options for one tile."""
     overlap = {"launch_pdl": True} if _overlaps(problem) else {}
     return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True, **overlap}
 
@@ -261,7 +261,7 @@ def _kind(group: GroupShape | None) -> tuple[int, int, int]:
 
 
 def _streamable(operand: Tensor) -> Tensor:
-    """Copy what 16-byte loads could not read although its shape allows them."""
+    """Copy an operand that 16-byte loads cannot read, unless its shape rules them out anyway."""
     operand = operand if operand.stride(1) == 1 else operand.contiguous()
     size = operand.element_size()
     aligned = operand.data_ptr() % 16 == 0 and operand.stride(0) * size % 16 == 0
@@ -271,7 +271,7 @@ def _streamable(operand: Tensor) -> Tensor:
 
 
 def scale_strides(scale: Tensor | None, group: GroupShape | None) -> tuple[int, int]:
-    """Return the strides of a matrix' scales; zeros where there is one, or none."""
+    """Return the strides of a matrix' scales; zeros for a single scale, or none."""
     if scale is None or group == TENSOR:
         return 0, 0
     return scale.stride(0), scale.stride(1)
@@ -279,7 +279,7 @@ def scale_strides(scale: Tensor | None, group: GroupShape | None) -> tuple[int, 
 
 @functools.cache
 def device_facts(device: torch.device) -> Device:
-    """Look up what the cut depends on; the interpreter runs the cuts of an H200."""
+    """Return what the choice of a tile depends on; the interpreter runs the tiles of an H200."""
     if device.type != "cuda":
         return Device(132, 228 * 1024)
     found = torch.cuda.get_device_properties(device)

@@ -3,9 +3,9 @@
     y[m, n] = sum_k (x[m, k] * w[n, k]) * w_scale * x_scale + bias[n]
 
 The weight is the left operand, so that a tile is as narrow as there are few tokens: its sums are
-``[BLOCK_N, BLOCK_M]``. Along K a problem is cut into chunks, each summed by a program of its own
-(``SPLITS``) or all by one after the other (``CHUNKS``), and their sums are added in order: the bits
-of a result depend on how many chunks there are, not on who sums them.
+``[BLOCK_N, BLOCK_M]``. Along K a problem is cut into chunks. Each has a program of its own
+(``SPLITS``), or one program sums them in turn (``CHUNKS``). The sums are added in order, so the
+bits of a result depend on the number of chunks, not on which program sums them.
 
 Products are exact, in one of two ways:
 
@@ -33,10 +33,10 @@ NONE, FACTOR, GROUPS, MICRO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2),
 class Form(NamedTuple):
     """How operands are read and summed: one constant of every kernel with products.
 
-    A kind is one of the four above; one scale is for ``rows`` times ``cols`` elements.
-    Formats are as ``decode`` has them, and ``dtype`` is what codes become, ``None`` if they are
-    multiplied as they are. ``even_k`` says that steps divide K, the others are in the module's
-    docstring.
+    A kind is one of the four above; one scale covers ``rows`` times ``cols`` elements. Formats are
+    those of ``decode``. ``dtype`` is what codes are decoded to, ``None`` if they are multiplied as
+    they are. ``native`` devices convert FP8 themselves, ``fast`` is explained in the module's
+    docstring, and ``even_k`` says that K is a multiple of a step.
     """
 
     w_kind: int
@@ -170,7 +170,7 @@ def operand(
 @triton.jit
 def add_product(
     total,  # [BLOCK_N, BLOCK_M]
-    w,  # [BLOCK_N, BLOCK_K], as ``operand`` gives it
+    w,  # [BLOCK_N, BLOCK_K], a result of ``operand``
     x,  # [BLOCK_M, BLOCK_K]
     w_scale_row,
     x_scale_row,
@@ -198,7 +198,7 @@ def add_product(
 
 @triton.jit
 def _group_scale(scale_ptr, stride_sk, start, COLS: tl.constexpr):
-    """Load the scales of the groups that hold column ``start``; ``scale_ptr`` names their rows."""
+    """Load the scales of the groups that hold column ``start``; ``scale_ptr`` selects the rows."""
     return tl.load(scale_ptr + tl.cast(start // COLS, tl.int64) * stride_sk)
 
 
@@ -252,7 +252,7 @@ def finished(
         scale = tl.load(w_scale, mask=inside_n, other=0.0)[None, :]
     if bias_ptr is not None:
         bias = widen(tl.load(bias_ptr + n, mask=inside_n, other=0.0))[None, :]
-        # spelled out: whether a compiler contracts a product and a sum would depend on the kernel
+        # an explicit fma, since a compiler may contract the product and sum in one kernel only
         total = tl.fma(
             total, tl.broadcast_to(scale, total.shape), tl.broadcast_to(bias, total.shape)
         )
@@ -289,7 +289,7 @@ def _write(
 
 @triton.jit
 def place_of_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Give the program's tile of N, of M, and its part of K: tiles that share operands are near."""
+    """Return the program's tile along N and M, and its part of K; near programs share operands."""
     tiles_n, tiles_m = tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)
     split = tl.program_id(0) // (tiles_n * tiles_m)
     program = tl.program_id(0) % (tiles_n * tiles_m)
@@ -327,7 +327,7 @@ def product_kernel(
     PREFETCH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Multiply one tile: all of K, or the part of it whose sum goes to the workspace."""
+    """Compute one tile: over all of K, or over one part, whose sum goes to the workspace."""
     tile_n, tile_m, split = place_of_tile(M, N, BLOCK_M, BLOCK_N)
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -346,7 +346,7 @@ def product_kernel(
     steps = tl.cdiv(K, BLOCK_K)
     size = tl.cdiv(steps, SPLITS * CHUNKS)
     if PREFETCH > 0:
-        # safe before the kernel ahead has ended, whatever it writes: every write goes through L2
+        # safe before the previous kernel has ended, whatever it writes: all writes go through L2
         line = tl.minimum(split * size * BLOCK_K + tl.arange(0, PREFETCH) * 128, K - 1)
         address = w_ptr + w_row[:, None] * stride_wn + line.to(tl.int64)[None, :]
         tl.inline_asm_elementwise(

@@ -1,4 +1,4 @@
-"""What activations compute, as codes for the layers behind them."""
+"""Calls that compute an activation and quantize it for the layer behind it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fp8kit.runtime.replay_cache import Options
 
 
 def activation_kind(act_fn: object) -> str | None:
-    """Name the activation of a feed-forward, ``None`` if no kernel has it."""
+    """Name the activation of a feed-forward, ``None`` if no kernel computes it."""
     name = type(act_fn).__name__
-    if type(act_fn) is nn.SiLU and act_fn.inplace:  # others may read what it writes
+    if type(act_fn) is nn.SiLU and act_fn.inplace:  # other code may read the overwritten input
         return None
     if type(act_fn) is nn.SiLU or act_fn is F.silu or name == "SiLUActivation":
         return "silu"
@@ -30,10 +30,10 @@ def activation_kind(act_fn: object) -> str | None:
 def activation_codes(
     kind: str, gate: Tensor, up: Tensor | None, scheme: Scheme, left: Tensor | None = None
 ) -> CodesCall:
-    """Return the call that computes ``act(gate) * up``, or ``act(gate)``, as layers read it.
+    """Return the call that computes ``act(gate) * up``, or ``act(gate)``, as codes for a layer.
 
-    ``kind`` is ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``; both tensors are ``[..., K]``. The call
-    raises ``TypeError`` if one is not of a float dtype, and ``ValueError`` if their shapes differ.
+    ``kind`` is ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``; ``gate`` and ``up`` are ``[..., K]``. The
+    call raises ``TypeError`` if one is not of a float dtype, and ``ValueError`` if shapes differ.
     The columns ``left [..., K1]`` come first, if any: in rows, dtype and device like ``gate``.
     """
     inputs, constants = ((gate,), (None,)) if up is None else ((gate, up), ())
@@ -48,9 +48,9 @@ def activation_codes(
 def gated_codes(
     kind: str, call: CodesCall, width: int, options: Options, scheme: Scheme
 ) -> CodesCall:
-    """Return the call that activates what a joined gate and up projection make of another's codes.
+    """Return a call that runs ``call``, multiplies its codes by gate and up, and activates.
 
-    Other results are the other's. ``kind`` is as of ``activation_codes``; ``options`` and ``width``
+    It gives the activation's codes, then the other results of ``call``. ``width`` and ``options``
     are those of each projection, and ``scheme`` that of the layer which reads the codes.
     """
     operator, (own, product) = call.then_multiply(options)

@@ -1,6 +1,6 @@
-"""How layers of a scheme read what a norm or an activation computes for them.
+"""The format of codes that layers of a scheme read, and calls of producers that write it.
 
-An eager call repeats the launches of an earlier one, see ``replay_cache``.
+An eager call replays the launches of an earlier one; see ``replay_cache``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _FUSABLE = (ROW, GROUP128)
 
 
 def takes_codes(scheme: Scheme) -> bool:
-    """Return whether layers of a scheme quantize per row or per 1x128 group, from the data."""
+    """Return whether layers of a scheme quantize inputs dynamically, per row or 1x128 group."""
     return scheme.activation in _FUSABLE and not scheme.static
 
 
 def target(scheme: Scheme) -> arguments.QuantizeOptions:
-    """Return the keywords of ``fp8kit.fused`` that quantize as the layers of a scheme do."""
+    """Return the keywords by which ``fp8kit.fused`` quantizes as layers of a scheme do."""
     group = activation_group(scheme)
     return {
         "group": group,
@@ -46,9 +46,9 @@ def codes_call(
     check: Callable[[arguments.QuantizeOptions], object],
     shape: torch.Size | None = None,
 ) -> CodesCall:
-    """Describe a call whose arguments ``check`` raises for, given how it quantizes.
+    """Describe a call for which ``check``, given ``target``, raises if arguments do not fit.
 
-    ``shape`` is that of what is quantized, by default of the first input.
+    ``shape`` is that of the tensor that is quantized, by default of the first input.
     """
     x, options = inputs[0], (*settings, *target_options(scheme))
     kind = (activation_group(scheme), x.shape if shape is None else shape, x.dtype)
@@ -56,14 +56,14 @@ def codes_call(
 
 
 def activation_group(scheme: Scheme) -> GroupShape:
-    """Return what has one scale in the input of a layer of a scheme that takes codes."""
+    """Return the activation granularity of a scheme whose layers take codes."""
     assert scheme.activation is not None
     return scheme.activation
 
 
 def target_options(scheme: Scheme) -> Options:
-    """Return the last seven arguments of an operator, which are those of ``target``."""
-    # torch.compile warns of what a function keeps
+    """Return ``target`` as the last seven options of an operator that quantizes."""
+    # torch.compile warns of functions with a cache
     return (_new_target if torch.compiler.is_compiling() else _kept_target)(scheme)
 
 

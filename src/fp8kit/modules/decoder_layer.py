@@ -1,9 +1,8 @@
 """Decoder layers that add, norm and quantize in one pass between attention and feed-forward.
 
 The residual sum before the second norm is an operator in a layer's ``forward``, so no child module
-can fuse it. A layer keeps its class, children and hooks, and gets a new ``forward``. Both are run
-on children that compute something random: if order, arguments or results differ, the layer stays as
-it is.
+can fuse it. A layer keeps its class, children and hooks, and gets a new ``forward``, if the old and
+the new one agree on stub children (random functions): in order of calls, arguments and results.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from torch import Tensor, nn
 
 from fp8kit.modules.fused_producers import FusedGatedMlp, FusedNorm
 from fp8kit.modules.own_forward import ModuleForward, is_unchanged, set_forward, settings
-from fp8kit.modules.trials import on_trial, owned, set_training
+from fp8kit.modules.trials import isolated_copy, on_trial, set_training
 
 _PROBE_WIDTH = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Names of a decoder layer's norms; those after attention and feed-forward may be missing.
+    """The names of a decoder layer's norms, which say how it computes; ``None`` for no norm there.
 
     Args:
-        before_attention: normed input of ``self_attn``.
-        after_attention: norm of its result.
-        before_mlp: norm of the first sum, input of ``mlp``.
-        after_mlp: norm of its result.
+        before_attention: the norm whose result ``self_attn`` reads.
+        after_attention: the norm of the result of ``self_attn``.
+        before_mlp: the norm of the first residual sum, whose result ``mlp`` reads.
+        after_mlp: the norm of the result of ``mlp``.
     """
 
     before_attention: str
@@ -42,7 +41,7 @@ class Flow:
     def run(self, layer: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Compute a decoder layer: attention and feed-forward, each normed and added to its input.
 
-        ``kwargs`` are all arguments of ``self_attn`` but the hidden states ``x [..., K]``.
+        ``kwargs`` are all arguments of ``self_attn`` except the hidden states ``x [..., K]``.
         """
         children = layer._modules
         attention = children["self_attn"]
@@ -53,7 +52,7 @@ class Flow:
         return total + _normed(children, self.after_mlp, y)
 
     def feed_forward(self, layer: nn.Module, x: Tensor, residual: Tensor) -> list[Tensor]:
-        """Give ``mlp(norm(residual + x))`` and the sum, by one recording where that may be."""
+        """Return ``mlp(norm(residual + x))`` and the sum, by one recording where permitted."""
         children = layer._modules
         norm, mlp = children[self.before_mlp], children["mlp"]
         assert mlp is not None
@@ -80,12 +79,12 @@ FLOWS = (
 
 
 class ResidualForward(ModuleForward):
-    """The ``forward`` of a decoder layer that is known to follow a flow.
+    """A ``forward`` for a decoder layer whose class is known to compute a ``Flow``.
 
-    Where nothing can be fused, the class of the layer still computes.
+    Where nothing can be fused, the ``forward`` of the class computes.
     """
 
-    settings: Mapping[str, object] = {}  # of files from before
+    settings: Mapping[str, object] = {}  # for files of older versions, which lack them
 
     def __init__(self, layer: nn.Module, flow: Flow) -> None:
         super().__init__(layer)
@@ -96,7 +95,7 @@ class ResidualForward(ModuleForward):
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute the layer."""
         layer = self._ref() or self.module
-        # torch.compile guards on every attribute read before it turns away, at each call
+        # first, because torch.compile guards on every attribute that is read before this return
         if torch.compiler.is_compiling() or args or not self._may_fuse(layer, hidden_states):
             return type(layer).forward(layer, hidden_states, *args, **kwargs)
         return self.flow.run(layer, hidden_states, {**self.defaults, **kwargs})
@@ -108,9 +107,9 @@ class ResidualForward(ModuleForward):
 
 
 def install_residual_forwards(layers: Iterable[nn.Module]) -> None:
-    """Let decoder layers whose second norm is fused add to the residual in the same pass.
+    """Give decoder layers whose second norm is fused a ``forward`` that also fuses the sum.
 
-    Layers that follow no known flow are left alone.
+    Layers that follow no known ``Flow``, or have a ``forward`` of their own, are left alone.
     """
     for layer in layers:
         flow = None if "forward" in vars(layer) else find_flow(layer)
@@ -119,9 +118,9 @@ def install_residual_forwards(layers: Iterable[nn.Module]) -> None:
 
 
 def find_flow(layer: nn.Module) -> Flow | None:
-    """Find out what the class of a decoder layer computes, by running it on random children.
+    """Find the flow of a decoder layer by running its class on stub children; ``None`` if unknown.
 
-    The children of the layer are neither run nor changed.
+    The layer's own children are neither run nor changed.
     """
     random = torch.Generator().manual_seed(0)
     passed = {name: object() for name in (*_arguments(layer), "another")}
@@ -134,14 +133,14 @@ def find_flow(layer: nn.Module) -> Flow | None:
         try:
             with on_trial():
                 x = torch.rand(2, 3, _PROBE_WIDTH, generator=random, dtype=torch.float64)
-                twin = owned(layer, _modules=dict(stubs))
-                set_training(twin, True)  # so that a dropout shows
+                twin = isolated_copy(layer, _modules=dict(stubs))
+                set_training(twin, True)  # a dropout then changes the result
                 expected = type(layer).forward(twin, x, **passed)
                 bare = type(layer).forward(twin, x)
                 called = [stubs["self_attn"].seen.pop() for _ in range(2)][::-1]
                 found = flow.run(twin, x, passed)
                 flow.run(twin, x, _arguments(layer))
-        except Exception:  # whatever a layer does with what it does not know, it is another one
+        except Exception:  # a layer that cannot run with stubs does not follow this flow
             continue
         same = called == stubs["self_attn"].seen and isinstance(expected, Tensor)
         if same and torch.equal(expected, found) and torch.equal(bare, found):
@@ -150,9 +149,9 @@ def find_flow(layer: nn.Module) -> Flow | None:
 
 
 class RandomChild(nn.Module):
-    """A child that computes something random, and remembers what else it was given.
+    """A stub child: a random elementwise function that remembers its keyword arguments.
 
-    If it ``attends`` it gives a second result, as attention does.
+    If it ``attends``, it returns a second result, as attention does.
     """
 
     def __init__(self, random: torch.Generator, attends: bool = False) -> None:

@@ -1,9 +1,9 @@
-"""Activations that are computed where they are read: alone, or behind other columns.
+"""Activations that the layer behind them computes: alone, or concatenated behind other columns.
 
-A layer that reads what stands for an activation computes and quantizes it in one pass. Blocks of
-diffusers concatenate attention and activation first: ``torch.cat`` asks what stands for the
-activation, and gives what stands for both. Whatever else reads one of them gets a tensor. Unlike
-what stands for the result of a fused norm, these may leave a graph that breaks.
+``FusedActivation`` returns a ``Deferred`` in place of its result. An FP8 layer that reads it
+activates and quantizes in one pass. Blocks of diffusers concatenate attention and activation first:
+``torch.cat`` of a tensor and a ``Deferred`` is a ``Deferred``, too. Any other reader gets the
+computed tensor, so a ``Deferred`` may leave a graph that breaks, unlike a fused norm's stand-in.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class Deferred:
     """Stands for ``act(gate) * up``, or ``act(gate)``, until something reads it.
 
-    Arguments are as of ``activation_codes``; ``width`` counts the columns. Once the tensor is
-    ``made``, that may be written as any other.
+    Arguments are as in ``activation_codes``. ``width`` is the number of columns. ``made`` is the
+    computed tensor, once a reader has asked for it; from then on it is used, and may be written to.
     """
 
     made: Tensor | None = None
@@ -43,12 +43,12 @@ class Deferred:
         self.kind, self.device, self.joined = kind, gate.device, left is not None
         self.width = gate.shape[-1] + (0 if left is None else left.shape[-1])
         self._operands = tuple(None if t is None else t.detach() for t in operands)
-        self._versions = list(map(_writes, operands))
+        self._versions = list(map(_version_of, operands))
 
     def operands(self) -> tuple[Any, ...]:
-        """Return what it is computed from; ``UnsupportedError`` if that was written since."""
+        """Return gate, up and left; raises ``UnsupportedError`` if one was written to since."""
         if not torch.compiler.is_compiling():
-            for before, now in zip(self._versions, map(_writes, self._operands), strict=True):
+            for before, now in zip(self._versions, map(_version_of, self._operands), strict=True):
                 if before != now and UNCOUNTED not in (before, now):
                     raise UnsupportedError(
                         "The input of a fused activation, or what it was concatenated with, was "
@@ -59,7 +59,7 @@ class Deferred:
         return self._operands
 
     def tensor(self) -> Tensor:
-        """Compute it, if that is still to be done."""
+        """Return the tensor that this stands for, computing it once."""
         if self.made is None:
             gate, up, left = self.operands()
             y = reference.activated(self.kind, gate, up)
@@ -67,17 +67,17 @@ class Deferred:
         return self.made
 
     def codes(self, scheme: Scheme) -> CodesCall:
-        """Return the call that computes it as layers of a scheme read it."""
+        """Return the call that computes the codes which layers of a scheme read."""
         gate, up, left = self.operands()
         return activation_codes(self.kind, gate, up, scheme, left)
 
     def __reduce__(self) -> Any:
-        """Let copies be tensors."""
+        """Copy and pickle the computed tensor."""
         return _computed, (self.tensor(),)
 
     def __getattr__(self, name: str) -> Any:
-        """Look up what a tensor has in the tensor."""
-        if name.startswith("__"):  # of copies and pickles, which are those of this object
+        """Fall back to the computed tensor for its attributes."""
+        if name.startswith("__"):  # copy and pickle look for hooks, which must be this object's
             raise AttributeError(name)
         return getattr(self.tensor(), name)
 
@@ -85,7 +85,7 @@ class Deferred:
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Concatenate without computing, else call a function of torch with tensors."""
+        """Concatenate without computing; call any other function of torch with the tensor."""
         kwargs = kwargs or {}
         if function is torch.cat and (joined := _concatenated(*args, **kwargs)) is not None:
             return joined
@@ -108,7 +108,7 @@ for _name in _OPERATORS:
 
 
 def multiplied(layer: Fp8Linear, x: Deferred) -> Tensor:
-    """Compute a layer of what is not written, from its codes where that may be."""
+    """Apply a layer to a deferred input: to its codes where permitted, else to the tensor."""
     fits = (x.width, x.device) == (layer.in_features, layer.codes.device)
     plain = x.made is None and layer.scale_ub is None and takes_codes(layer.scheme)
     cast = torch.is_autocast_enabled(x.device.type)
@@ -118,7 +118,7 @@ def multiplied(layer: Fp8Linear, x: Deferred) -> Tensor:
 
 
 def _concatenated(tensors: Sequence[Any], dim: int = 0, **others: Any) -> Deferred | None:
-    """Return what stands for a concatenation, ``None`` if it is another one."""
+    """Return a tensor and an activation, concatenated and deferred; ``None`` for all others."""
     if others or len(tensors) != 2:
         return None
     left, right = tensors
@@ -141,5 +141,5 @@ def _computed(value: Any) -> Any:
     return value.tensor() if isinstance(value, Deferred) else value
 
 
-def _writes(tensor: Tensor | None) -> int:
+def _version_of(tensor: Tensor | None) -> int:
     return UNCOUNTED if tensor is None or torch.compiler.is_compiling() else version(tensor)

@@ -16,8 +16,8 @@ from fp8kit.modules.trials import (
     Alone,
     CopyError,
     contents,
+    isolated_copy,
     on_trial,
-    owned,
     row_factors,
     set_training,
 )
@@ -25,21 +25,21 @@ from fp8kit.modules.trials import (
 if TYPE_CHECKING:
     from fp8kit.modules.linear import Fp8Linear
 
-_TRIED = (24, 40)  # K and N of the layer that a class is tried as
-_WIDE = (128, 256)  # the same for classes that look whether something pays
-_LEADS = ((2, 3), (24,), (), (2, 24, 1), (1,), (300,))  # dimensions of its inputs before K
-# of the rows that it is tried on: past any bound that a class may set, and past fp16
+_TRIED = (24, 40)  # K and N of the copy that is tried
+_WIDE = (128, 256)  # likewise, for classes that compute large layers in another way
+_LEADS = ((2, 3), (24,), (), (2, 24, 1), (1,), (300,))  # dimensions before K of the tried inputs
+# factors of the rows of inputs: beyond any clamp that a class may have, and beyond fp16
 _MAGNITUDES = (1.0, 0.0, 30.0, 1e4, 1e-4, 1e6)
 _SIZES = ("in_features", "out_features")
 _LINEAR = frozenset(vars(nn.Linear(1, 1, device="meta")))
-# what a class may define and still be nn.Linear to whoever uses it
+# names that a subclass may define and still look like nn.Linear to its users
 _PLAIN = frozenset(
     "__init__ __module__ __qualname__ __doc__ __annotations__ __annotate__ __annotate_func__ "
     "__annotations_cache__ __parameters__ __orig_bases__ __static_attributes__ __firstlineno__ "
     "__dict__ __weakref__ __slots__ __class_getitem__ __init_subclass__ _is_protocol "
     "__constants__ __repr__ forward extra_repr in_features out_features weight bias".split()
 )
-_MAKING = re.compile(r"_?(init|reset)_(params|parameters|weights?)")  # what fills a new layer
+_MAKING = re.compile(r"_?(init|reset)_(params|parameters|weights?)")  # initialize a new layer
 _VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
@@ -55,12 +55,12 @@ def is_linear(module: nn.Module | None) -> bool:
 
 
 def holds_matrix(module: nn.Module) -> bool:
-    """Return whether a module has a matrix of its own: a router, an embedding, a linear layer."""
+    """Return whether a module itself has a matrix, as routers, embeddings and linear layers do."""
     return any(p is not None and p.dim() > 1 for p in module._parameters.values())
 
 
 def as_linear(module: nn.Module | None) -> nn.Linear:
-    """Return a linear layer as an ``nn.Linear``: itself, or one around a view of a ``Conv1D``.
+    """Return a linear layer as an ``nn.Linear``: itself, or a new one that views a ``Conv1D``.
 
     Raises ``TypeError`` if it is no linear layer.
     """
@@ -78,7 +78,7 @@ def as_linear(module: nn.Module | None) -> nn.Linear:
 
 
 def linear_at(model: nn.Module, name: str) -> nn.Linear:
-    """Return the dense layer of a qualified name, as ``as_linear`` does."""
+    """Return the linear layer of a qualified name, by ``as_linear``."""
     module: nn.Module | None = model
     for part in name.split("."):
         assert module is not None
@@ -87,7 +87,7 @@ def linear_at(model: nn.Module, name: str) -> nn.Linear:
 
 
 def no_linear(module: object) -> TypeError:
-    """Return the error for something that is no ``nn.Linear``."""
+    """Return the error for an object that is no ``nn.Linear``."""
     name = f"{type(module).__module__}.{type(module).__qualname__}"
     whole = isinstance(module, nn.Module) and not is_linear(module)
     return InvalidType(
@@ -100,7 +100,7 @@ def no_linear(module: object) -> TypeError:
 
 
 def restored(layer: Fp8Linear, dtype: torch.dtype) -> nn.Linear:
-    """Return a dense layer in place of an FP8 one; see ``Fp8Linear.to_linear``."""
+    """Return the dense form of an FP8 layer; see ``Fp8Linear.to_linear``."""
     if layer.original_weight is not None:
         weight = layer.original_weight.to(layer.codes.device, dtype, copy=True)
     else:
@@ -113,11 +113,11 @@ def restored(layer: Fp8Linear, dtype: torch.dtype) -> nn.Linear:
 
 
 def extras(linear: nn.Linear, tried: dict[Any, Any]) -> list[str]:
-    """Name what a linear layer has that an ``nn.Linear`` has not, and other code may ask for.
+    """Name what a linear layer has beyond ``nn.Linear`` and other code may use.
 
-    Plain values that hang on it are left out, as an FP8 layer keeps them, but for numbers of which
-    its ``forward`` makes something: what is 1 or off may be set later, and an FP8 layer would not
-    follow. ``tried`` is that of ``unlike_linear``, which has found that it computes the formula.
+    Attributes with plain values are left out, because an FP8 layer keeps them, except numbers that
+    its ``forward`` uses: a factor of 1 or a switch that is off may be set later, and an FP8 layer
+    would ignore it. ``tried`` is that of ``unlike_linear``, which must have accepted the layer.
     """
     own = set(linear._parameters) | set(linear._buffers) | set(linear._modules)
     held = {name for name, value in vars(linear).items() if not isinstance(value, _VALUES)}
@@ -147,17 +147,17 @@ def _numbers_used(linear: nn.Linear) -> set[str]:
 def unlike_linear(linear: nn.Linear, tried: dict[Any, Any] | None = None) -> str:
     """Return how the ``forward`` of a layer differs from that of ``nn.Linear``; empty if not.
 
-    The code of a subclass does not say so; a run on random numbers, weights and bias does, in both
-    modes, two sizes and three dtypes, on inputs of one to four dimensions whose rows are zeros,
-    small, and beyond what fp16 holds, NaN, and any number that the layer or its code holds, and
-    back. The layer itself is neither run nor changed.
-    ``tried`` has what came of other layers, which alike ones are not tried again for.
+    The code of a subclass does not tell, so a copy runs, forward and backward, with random weights,
+    bias and inputs, in both modes, two sizes and three dtypes. Inputs have one to four dimensions;
+    their rows are zero, small, beyond fp16's range, NaN, or any number that the layer or its code
+    contains. The layer itself is neither run nor changed.
+    ``tried`` caches results, so that layers alike are tried once.
     """
     if type(linear).forward is nn.Linear.forward:
         return ""
     parameters = inspect.signature(type(linear).forward).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if len(named) > 2:  # besides itself and the input, something that may be passed
+    if len(named) > 2:  # an argument besides self and the input
         return "computes something else"
     tried, key = {} if tried is None else tried, _kind(linear)
     if key not in tried:
@@ -193,7 +193,7 @@ def _agrees(
     weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((n, k), (n,)))
     own: dict[str, nn.Parameter | None] = {"weight": nn.Parameter(weight)}
     own["bias"] = None if linear.bias is None else nn.Parameter(bias)
-    twin = owned(linear, _parameters=own)
+    twin = isolated_copy(linear, _parameters=own)
     twin.__dict__ |= {**dict(zip(_SIZES, sizes, strict=True)), **(held or {})}
     set_training(twin, training)
     marks = _marks(linear)
@@ -208,10 +208,10 @@ def _agrees(
         given = x.clone()
         try:
             y = twin.forward(given)
-        except Exception:  # it needs what a layer of another size or on another device has
+        except Exception:  # it may need state for its own size or device
             if not tried:
                 return False
-            continue  # inputs of this form are none of its
+            continue  # it took the first form of input, and does not take this one
         wanted = functional.linear(x, weight, own["bias"])
         if not _close(y, wanted) or not torch.allclose(given, x, 0, 0, equal_nan=True):
             return False
@@ -222,15 +222,15 @@ def _agrees(
     x = torch.randn(2, k, generator=generator).to(other)
     try:
         y = twin.forward(x)
-    except Exception:  # as that of nn.Linear does
+    except Exception:  # nn.Linear raises for an input of another dtype, too
         return True
-    # what casts its weight to the dtype of its input, as Whisper does, computes as an FP8 layer
+    # or it casts its weight to the input's dtype, as in Whisper, like an FP8 layer
     cast = bias.to(other) if linear.bias is not None else None
     return _close(y, functional.linear(x, weight.to(other), cast))
 
 
 def _marks(linear: nn.Linear) -> torch.Tensor:
-    """Return the numbers that a class may know rows by that hold nothing, [numbers, 1]."""
+    """Return ``[numbers, 1]``: values by which a class may mark padding rows, and NaN."""
     code = getattr(inspect.unwrap(type(linear).forward), "__code__", None)
     known = (*vars(linear).values(), *getattr(code, "co_consts", ()))
     numbers = {v for v in known if type(v) in (int, float) and abs(v) < torch.finfo().max}
@@ -239,13 +239,13 @@ def _marks(linear: nn.Linear) -> torch.Tensor:
 
 @torch.enable_grad()
 def _backward_agrees(twin: Any, x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return whether it gives the same while gradients are recorded, and their own."""
+    """Return whether results with gradients enabled are the same, and gradients are right."""
     x = x.clone().requires_grad_()
     upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
     try:
-        found = twin.forward(x * 1)  # which it may change in place, unlike a leaf
+        found = twin.forward(x * 1)  # no leaf: the layer may change its input in place
         (gradient,) = torch.autograd.grad(found, x, upstream)
-    except Exception:  # it detaches its input, or what it does has no gradient
+    except Exception:  # it detaches its input, or an operation has no gradient
         return False
     return _close(found, y) and _close(gradient, upstream @ twin._parameters["weight"])
 
@@ -256,6 +256,6 @@ def _close(y: object, wanted: torch.Tensor) -> bool:
     y, wanted, eps = y.float(), wanted.float(), torch.finfo(wanted.dtype).eps
     finite = wanted.isfinite()
     largest = torch.where(finite, wanted, 0.0).abs().amax(-1, keepdim=True)
-    # the sum with the bias may be rounded apart from the product
+    # the product may have been rounded before the bias was added
     same = torch.where(finite, (y - wanted).abs() <= 4 * eps * largest, ~y.isfinite())
     return bool(same.all())

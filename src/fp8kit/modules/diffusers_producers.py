@@ -20,13 +20,13 @@ _FIRST_LAYERS = ("GELU", "GEGLU", "SwiGLU", "LinearActivation")
 
 @dataclass(frozen=True, slots=True)
 class Modulation:
-    """How an adaptive norm cuts its projection, by the index of each part.
+    """How an adaptive norm splits the result of its projection into equal parts.
 
     Args:
-        parts: how many there are.
-        shift: which one is added to the norm.
-        scale: by which one, plus one, the norm is multiplied.
-        returned: which ones it hands out after the norm; without any, the norm comes alone.
+        parts: number of parts.
+        shift: index of the part that is added to the norm.
+        scale: index of the part that, plus one, multiplies the norm.
+        returned: indices of the parts that follow the norm in a tuple; if empty, no tuple is made.
     """
 
     parts: int
@@ -38,7 +38,7 @@ class Modulation:
 class FusedAdaptiveNorm(Producer):
     """``norm(x) * (1 + scale) + shift`` of diffusers' adaptive layer norms, quantized.
 
-    The norm that it replaces has ``silu``, ``linear``, ``norm``, and ``emb`` or none; ``eps`` is
+    The replaced norm has children ``silu``, ``linear``, ``norm``, and perhaps ``emb``; ``eps`` is
     added to the variance.
     """
 
@@ -53,7 +53,7 @@ class FusedAdaptiveNorm(Producer):
         self.positional = names[1] == self.embedding
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Norm ``[B, S, K]`` with the embedding that the replaced module would take."""
+        """Norm ``[B, S, K]`` by the embedding; arguments are those of the replaced module."""
         emb = args[0] if args and self.positional else kwargs.get(self.embedding)
         if not isinstance(emb, Tensor) or len(args) + len(kwargs) != 1:
             return self.unfused(x, *args, **kwargs)
@@ -78,8 +78,8 @@ class FusedAdaptiveNorm(Producer):
 class FusedFeedForward(Fused):
     """diffusers' ``FeedForward``: projection, activation, dropout, projection.
 
-    ``kind`` is ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``. If it is ``gated``, the first projection
-    gives values and their gate, in this order.
+    ``kind`` is ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``. If ``gated``, the columns of the first
+    projection are values, then as many of their gate.
     """
 
     def __init__(self, feed_forward: nn.Module, kind: str, gated: bool) -> None:
@@ -113,7 +113,7 @@ class FusedFeedForward(Fused):
 
     @constant_in_graphs
     def _hands_over(self) -> bool:
-        """Return whether codes reach the last projection, and nobody looks on before it."""
+        """Return whether the last projection takes codes, and no hook sees what it reads."""
         first, dropout, down, *_ = self.net
         activation = first._modules.get("activation", first)
         return can_multiply(down) and not is_watched(self.net, first, activation, dropout)

@@ -1,4 +1,4 @@
-"""How ``load_state_dict`` fills an FP8 layer, and how a dense weight is quantized."""
+"""How ``load_state_dict`` fills FP8 layers and experts, and how dense weights are quantized."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def quantized_entries(
 ) -> dict[str, Any]:
     """Return the entries of a ``state_dict`` as an ``Fp8Linear`` stores them.
 
-    These are FP8 codes with scales, or a dense weight, beside anything else. What the layer kept of
-    an earlier dense weight is updated or dropped. With ``assign`` the tensors will be taken as they
-    are, and with them their device. Raises ``CheckpointError`` if codes or scales come without each
-    other or do not fit the layer.
+    The weight arrives as FP8 codes with scales, or dense; a dense one is quantized. A dense weight
+    that the layer keeps (``original_weight``) is updated, or dropped if codes arrive. With
+    ``assign`` the layer will take the tensors as they are, so they stay on their device. Raises
+    ``CheckpointError`` if codes or scales come without each other or do not fit the layer.
     """
     state_dict = _as_held(state_dict, prefix)
     weight = state_dict.get(prefix + "weight")
@@ -64,14 +64,14 @@ def quantized_entries(
                 "Add to layer.to_linear().weight instead, and load the sum without a scale. "
                 + _BY_SHARDS,
             )
-        layer.original_weight = None  # it is not what these codes were made from
+        layer.original_weight = None  # the new codes were not made from it
         if not as_mx:
             return state_dict
         return state_dict | stored_entries(QTensor(weight, scale, MX), layer.scheme, prefix)
     weight = weight.t() if layer.transposed and weight.dim() == 2 else weight
     if tuple(weight.shape) != (layer.out_features, layer.in_features):
         return state_dict
-    # set_model_state_dict of torch.distributed adds what a layer holds to what it was given
+    # set_model_state_dict of torch.distributed fills missing entries with the layer's own
     if scale is not None and scale is not layer.weight_scale:
         raise CheckpointError(
             f"{prefix}weight is {weight.dtype} and comes with a weight_scale.",
@@ -81,7 +81,7 @@ def quantized_entries(
     device = weight.device if assign else layer.codes.device
     q = quantize_weight(weight.detach().to(device), layer.scheme, f"{prefix}weight")
     entries = state_dict | stored_entries(q, layer.scheme, prefix)
-    if layer.input_scale is not None:  # a dense checkpoint keeps what calibration found
+    if layer.input_scale is not None:  # a dense checkpoint has none: keep the calibrated one
         entries.setdefault(prefix + "input_scale", layer.input_scale.detach())
     if layer.original_weight is not None:
         layer.original_weight.copy_(weight.detach())
@@ -90,7 +90,7 @@ def quantized_entries(
 
 
 def _as_held(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return entries that are spelled as in files as a layer spells them.
+    """Return entries with names and scale shapes of files in those that a layer has.
 
     Trainers fill models from the files that ``save_pretrained`` wrote, name by name.
     """
@@ -103,11 +103,11 @@ def _as_held(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def check_form(scheme: Scheme, name: str, state_dict: Mapping[str, Any]) -> bool:
-    """Refuse what another form of MXFP8 holds, or other FP8 weights for a rebased layer.
+    """Return whether a ``state_dict`` has MX weights that must still be rebased for a scheme.
 
-    ``name`` is that of the codes in the ``state_dict``, which has their scales, too. Gives whether
-    they are MX weights that are still to be rebased. Raises ``CheckpointError`` if they do not go
-    into the layer.
+    ``name`` is that of the codes; their scales are in the ``state_dict``, too. Raises
+    ``CheckpointError`` for rebased weights if the scheme is not rebased, and for weights that are
+    neither MX nor rebased if it is.
     """
     as_mx = scheme.rebased and state_dict[f"{name}_scale"].dtype == torch.uint8
     with_exponents = f"{name}_exponents" in state_dict
@@ -129,10 +129,10 @@ def check_form(scheme: Scheme, name: str, state_dict: Mapping[str, Any]) -> bool
 def stored_tensors(
     weight: QTensor, scheme: Scheme, name: str = "weight", layer: str = ""
 ) -> dict[str, Tensor]:
-    """Return the tensors by which a layer holds a weight, by name.
+    """Return the tensors that a layer of a scheme holds for a weight, by name.
 
-    A layer keeps its form when it gets another weight, so a warning tells of one that loses by it.
-    The weight is as ``quantize_weight`` gives it: for a rebased scheme in MX groups.
+    The weight is as ``quantize_weight`` returns it: for a rebased scheme with MX scales. A layer
+    keeps its scheme when it gets a new weight, so a weight that loses precision by rebasing warns.
     """
     if not scheme.rebased:
         return {name: weight.data, f"{name}_scale": weight.scale}
@@ -147,7 +147,7 @@ def stored_tensors(
 
 
 def rebased_tensors(weight: Rebased, name: str = "weight") -> dict[str, Tensor]:
-    """Return the tensors by which a layer holds a weight that was rebased, by name."""
+    """Return the tensors that a layer holds for a rebased weight, by name."""
     found = {name: weight.q.data, f"{name}_scale": weight.q.scale}
     return found | {f"{name}_exponents": weight.exponents}
 
@@ -163,7 +163,7 @@ def stored_entries(
 def quantize_weight(weight: Tensor, scheme: Scheme, name: str = "The weight") -> QTensor:
     """Quantize a dense weight ``[N, K]`` as a checkpoint of a scheme stores it.
 
-    It is bf16, fp16 or fp32; raises ``TypeError``, with its ``name``, if it is not.
+    The weight is bf16, fp16 or fp32; other dtypes raise a ``TypeError`` that has its ``name``.
     """
     if isinstance(weight, Tensor) and weight.dtype not in FLOATS:
         raise InvalidType(

@@ -1,4 +1,4 @@
-"""Quantize stacks of experts one by one, and rearrange them."""
+"""Stacks of experts ``[E, N, K]``: quantize them one by one, check them, rearrange their rows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def quantize_stack(
 ) -> QTensor:
     """Quantize dense experts one by one into one stack.
 
-    They are bf16, fp16 or fp32 ``[E, N, K]``, or one matrix after the other, each ``[K, N]`` if
-    ``transposed``; the result of a rebased scheme is in MX groups. ``dtypes`` gets the dtype that
-    the first one has. Raises ``TypeError`` if a matrix is no float tensor, and ``ValueError`` if
-    there is none.
+    ``dense`` is bf16, fp16 or fp32 ``[E, N, K]``, or an iterable of matrices; matrices are
+    ``[K, N]`` if ``transposed``. For a rebased scheme the result has MX scales. The dtype of the
+    first matrix is appended to ``dtypes``. Raises ``TypeError`` if a matrix is no float tensor, and
+    ``ValueError`` if there is none.
     """
     if not isinstance(dense, Iterable) or (isinstance(dense, Tensor) and not dense.dim()):
         raise InvalidType(
@@ -56,7 +56,7 @@ def quantize_stack(
 
 
 def stack_extents(down: QTensor) -> tuple[int, int, int]:
-    """Return E, H and I of the second weights ``[E, H, I]``; raises if they are none."""
+    """Return E, H and I of the second stack ``[E, H, I]``; raises if it is no such stack."""
     check_quantized("down", down)
     if len(down.shape) != 3:
         raise InvalidValue(
@@ -69,7 +69,7 @@ def stack_extents(down: QTensor) -> tuple[int, int, int]:
 
 
 def check_extents(name: str, q: QTensor, wanted: tuple[int, ...]) -> None:
-    """Refuse codes of another shape than the one that follows from the second weight."""
+    """Refuse codes whose shape is not ``wanted``, which follows from the second stack."""
     if tuple(q.shape) != wanted:
         raise InvalidValue(
             f"Got {name} of shape {tuple(q.shape)}.",
@@ -79,7 +79,7 @@ def check_extents(name: str, q: QTensor, wanted: tuple[int, ...]) -> None:
 
 
 def check_pair(name: str, pair: object) -> None:
-    """Refuse what is not one tensor for each of the two products; ``None`` is neither."""
+    """Refuse anything but ``None`` or a pair: for each product a tensor or ``None``."""
     two = list(pair) if isinstance(pair, tuple | list) else [pair]
     if pair is None or (len(two) == 2 and all(t is None or isinstance(t, Tensor) for t in two)):
         return
@@ -91,7 +91,7 @@ def check_pair(name: str, pair: object) -> None:
 
 
 def slots_of(placement: Tensor) -> list[int]:
-    """Return the ids that the rows of a stack will hold; raises if they are no vector of ids."""
+    """Return the expert id for each row of a stack; raises if this is no vector of ids."""
     held = torch.as_tensor(placement)
     if held.dim() != 1 or held.dtype not in (torch.int32, torch.int64):
         raise InvalidType(
@@ -103,7 +103,7 @@ def slots_of(placement: Tensor) -> list[int]:
 
 
 def rearranged(expert_map: Tensor | None, rows: int, layer: str) -> str:
-    """Return why weights in the order of ids do not load into a layer; empty if they do."""
+    """Return why weights in the order of ids do not fit a layer's rows; empty if they do."""
     if expert_map is None:
         return ""
     order = torch.arange(rows, device=expert_map.device).unsqueeze(1)
@@ -117,10 +117,10 @@ def rearranged(expert_map: Tensor | None, rows: int, layer: str) -> str:
 
 
 def placed_rows(slots: list[int], homes: list[int]) -> list[int]:
-    """Return the row of the present stack that each row of the next one is copied from.
+    """Return, for each row of the next stack, the row of the present stack to copy.
 
-    ``slots`` are the ids that rows of the next stack hold, ``homes`` a row of the present stack for
-    each id, -1 if it is not held. Raises ``ValueError`` if an id is unknown or not held.
+    ``slots`` has the id for each row of the next stack. ``homes`` has a row of the present stack
+    for each id, -1 if none holds it. Raises ``ValueError`` if an id is unknown or not held.
     """
     lost = [i for i in slots if not 0 <= i < len(homes) or homes[i] < 0]
     if lost or not slots:
@@ -135,8 +135,8 @@ def placed_rows(slots: list[int], homes: list[int]) -> list[int]:
 def expert_table(slots: list[int], ids: int) -> list[list[int]]:
     """Return for each id the rows that hold it, repeated to one length; -1 if none does.
 
-    The length follows from the number of rows and ids alone, so that another placement fits into
-    the same table. ``slots`` are the ids that rows of the stack hold, of ``ids`` in all.
+    The length depends only on the numbers of rows and ids, so another placement fits into the same
+    table. ``slots`` has the id for each row of the stack; there are ``ids`` ids in all.
     """
     width = len(slots) - ids + 1 if len(slots) >= ids else len(slots)
     rows = [[row for row, held in enumerate(slots) if held == i] or [NOWHERE] for i in range(ids)]

@@ -1,4 +1,4 @@
-"""The base of all modules of FP8 experts: codes and scales under the names of their stacks."""
+"""The base of all modules of FP8 experts: stacks of codes ``[E, N, K]``, and their scales."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8kit.matmul.problem import MatmulProblem, linear_problem, m_bucket
 from fp8kit.modules.entries import check_form, quantize_weight, stored_entries, stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.modules.guarded_weight import guarded, plain, unmoved
-from fp8kit.modules.libraries import tell_libraries
+from fp8kit.modules.libraries import patch_libraries
 from fp8kit.modules.parameters import apply_without_casts, as_bytes, cast_dtype, deepcopied, frozen
 from fp8kit.moe.activation import Activation
 from fp8kit.moe.problem import ExpertsProblem
@@ -24,20 +24,20 @@ from fp8kit.ops.validation import check_codes, default_rounding
 from fp8kit.quantizers.rebase import restore
 
 CALLS = ("routed", "sorted")
-# what a stack has beside its bias, in the order in which modules hold it
+# suffixes of a stack's Parameters except its bias, in the order in which modules hold them
 FROZEN_KINDS = ("", "_scale", "_exponents", "_input_scale")
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertStacks:
-    """How a class holds its experts, and what it computes with them.
+    """How a class of experts stores its two stacks, and what it computes with them.
 
     Args:
         up: name of the Parameter of gates and ups, ``[E, 2 I, H]``, or of ups alone ``[E, I, H]``.
-        down: name of the Parameter ``[E, H, I]``. Biases are the Parameters ``<up>_bias [E, 2 I]``
-            and ``<down>_bias [E, H]``, if there are any.
-        activation: what is computed between the two products; ``None`` calls the module's own
-            ``_apply_gate`` or ``act_fn`` between two products that nothing is fused with.
+        down: name of the Parameter ``[E, H, I]``. Biases, if any, are the Parameters ``<up>_bias
+            [E, 2 I]`` and ``<down>_bias [E, H]``.
+        activation: what is computed between the two products; with ``None`` the module's own
+            ``_apply_gate`` or ``act_fn`` is called between two products, unfused.
         transposed: the dense stacks are ``[E, H, 2 I]`` and ``[E, I, H]``.
         call: ``"routed"`` if ``forward`` takes tokens ``[M, H]``, ids and weights ``[M, k]``;
             ``"sorted"`` if it takes ``[E * M, H]``, with equally many rows for each expert.
@@ -82,17 +82,16 @@ class ExpertStacks:
 class ExpertTensors(nn.Module):
     """A module of FP8 experts, of this package or in the class of another library.
 
-    ``<name>`` holds codes ``[E, N, K]``, ``<name>_scale`` their scales (``stack_scale_shape``), and
-    for static schemes ``<name>_input_scale`` fp32 ``[1, 1]``, for rebased ones ``<name>_exponents``
-    (uint8 ``[E, N, K / 32]``). All are frozen; casts leave them as they are and change
-    ``compute_dtype`` and biases.
+    ``<name>`` holds codes ``[E, N, K]`` and ``<name>_scale`` their scales (``stack_scale_shape``).
+    Static schemes add ``<name>_input_scale`` (fp32 ``[1, 1]``), rebased ones ``<name>_exponents``
+    (uint8 ``[E, N, K / 32]``). All are frozen; casts change only ``compute_dtype`` and biases.
     """
 
     stacks: ExpertStacks
     scheme: Scheme
     compute_dtype: torch.dtype
     originals: dict[str, Tensor]
-    form_note = ""  # why MX weights have the form they have
+    form_note = ""  # why MX weights are stored in their present form
 
     @property
     def expert_count(self) -> int:
@@ -101,7 +100,7 @@ class ExpertTensors(nn.Module):
 
     def codes(self, name: str) -> Tensor:
         """Return the codes of a stack, ``[E, N, K]``."""
-        # no get_parameter, which refuses the plain tensors that functional_call puts here
+        # not get_parameter, which refuses the plain tensors that functional_call puts here
         held = self._parameters.get(name)
         return unmoved(self, name, type(self).__name__) if held is None else held
 
@@ -110,7 +109,7 @@ class ExpertTensors(nn.Module):
         key = f"{name}_{kind}"
         if key in self._parameters:
             return self._parameters[key]
-        # a parametrization, a buffer, or a plain tensor in a replica
+        # a buffer, a replica's plain tensor, or a parametrization
         elsewhere = key in self._buffers or key in vars(self) or hasattr(type(self), key)
         return cast(Tensor, getattr(self, key)) if elsewhere else None
 
@@ -120,13 +119,13 @@ class ExpertTensors(nn.Module):
         return QTensor(self.codes(name).detach(), scale.detach(), self.scheme.weight)
 
     def operand(self, name: str) -> QTensor:
-        """Return a stack as products take it: the Parameters, on which calls are recorded."""
+        """Return a stack as products take it: the Parameters themselves, which recordings guard."""
         codes, scale = self.codes(name), cast(Tensor, self.beside(name, "scale"))
         check_codes(f"{name} of {type(self).__name__}", codes.dtype, self.scheme)
         return QTensor(codes, scale, self.scheme.weight)
 
     def _options(self) -> dict[str, Any]:
-        """Return what ``moe.experts`` takes besides codes, routes and activation, by name."""
+        """Return the keywords of ``moe.experts`` except codes, ids, weights and activation."""
         up, down = self.stacks.names
         return {
             "scheme": self.scheme,
@@ -137,12 +136,12 @@ class ExpertTensors(nn.Module):
         }
 
     def stored(self, name: str) -> QTensor:
-        """Return a stack as checkpoints hold it: a view, or the MX weights it was made of."""
+        """Return a stack as checkpoints hold it: a view, or the MX weights before rebasing."""
         q, exponents = self.quantized(name), self.beside(name, "exponents")
         return q if exponents is None else restore(q, exponents.detach())
 
     def problem(self, m: int, top_k: int) -> ExpertsProblem:
-        """Describe the layer for ``m`` tokens of ``top_k`` experts (see ``fp8kit.explain``)."""
+        """Describe a call: ``m`` tokens with ``top_k`` experts each (see ``fp8kit.explain``)."""
         (up, down), scheme = self.stacks.names, self.scheme
         count, hidden, inner = self.codes(down).shape
         place, static = self.codes(down).device, self.beside(up, "input_scale") is not None
@@ -167,7 +166,7 @@ class ExpertTensors(nn.Module):
         return found
 
     def tensors(self) -> Iterator[tuple[str, str]]:
-        """Name each stack with each of its tensors that are frozen."""
+        """Yield the name of a stack and of one of its frozen Parameters, for all of them."""
         for name in self.stacks.names:
             for kind in FROZEN_KINDS:
                 if self._parameters.get(name + kind) is not None:
@@ -175,15 +174,15 @@ class ExpertTensors(nn.Module):
 
     @torch.no_grad()
     def store(self, name: str, expert: int, weight: QTensor | Tensor) -> None:
-        """Overwrite one matrix, in place; a dense one is quantized.
+        """Overwrite the matrix of one expert in place; a dense one is quantized.
 
-        It is ``[N, K]``; codes of a rebased scheme come in MX groups.
+        ``weight`` is ``[N, K]``; for a rebased scheme codes come with MX scales.
         """
         if isinstance(weight, Tensor):
             weight = quantize_weight(weight.to(self.codes(name).device), self.scheme)
         for key, tensor in stored_tensors(weight, self.scheme, name).items():
             self.get_parameter(key)[expert].copy_(tensor)
-        self.originals.pop(name, None)  # it is not what these codes were made from
+        self.originals.pop(name, None)  # the new codes were not made from it
 
     def __getattr__(self, name: str) -> Any:
         """Guard the stacks of codes, as ``Fp8Linear`` guards its weight."""
@@ -195,7 +194,7 @@ class ExpertTensors(nn.Module):
         return super().__getattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Hold a plain Parameter, also where what an attribute gave is assigned."""
+        """Hold a plain Parameter, also when a guarded view of one is assigned."""
         super().register_parameter(name, plain(param))
 
     def extra_repr(self) -> str:
@@ -212,11 +211,11 @@ class ExpertTensors(nn.Module):
     __deepcopy__ = deepcopied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Show codes as bytes: plain pickle has no storage type for FP8."""
+        """Give codes as uint8: plain pickle has no storage type for FP8."""
         return {**self.__dict__, "_parameters": as_bytes(self._parameters)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        tell_libraries()
+        patch_libraries()
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         for name in self.stacks.names:
             self._parameters[name] = frozen(self.codes(name).detach().view(self.scheme.dtype))
@@ -224,7 +223,7 @@ class ExpertTensors(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
-        """Accept codes with scales, or dense stacks as the class held them, which are quantized."""
+        """Accept codes with scales, or dense stacks in the class's layout, which are quantized."""
         assign = local_metadata.get("assign_to_params_buffers", False)
         try:
             state_dict = dict(state_dict)
@@ -243,7 +242,7 @@ class ExpertTensors(nn.Module):
             return
         coded = weight is not None and weight.dtype in FP8_FORMATS
         if weight is not None and not coded and scale is self._parameters[f"{name}_scale"]:
-            scale = None  # set_model_state_dict adds what a layer holds to what it was given
+            scale = None  # set_model_state_dict fills missing entries with the layer's own
         if weight is None or coded != (scale is not None):
             raise CheckpointError(
                 f"{key} is {'absent' if weight is None else weight.dtype}, "
@@ -261,7 +260,7 @@ class ExpertTensors(nn.Module):
         n, k = self.codes(name).shape[1:]
         held = (k, n) if self.stacks.transposed else (n, k)
         if tuple(weight.shape) != (self.expert_count, *held):
-            return  # nn.Module says what does not fit
+            return  # nn.Module raises the error about the shape
         if name in self.originals:
             self.originals[name].copy_(weight.detach())
         place = weight.device if assign else self.codes(name).device
@@ -272,6 +271,6 @@ class ExpertTensors(nn.Module):
 
 
 def codes_shape(shape: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
-    """Return ``[E, N, K]`` of a stack that may be ``[E, K, N]``."""
+    """Return ``(E, N, K)`` of a stack's shape, which is ``(E, K, N)`` if ``transposed``."""
     e, n, k = shape
     return (e, k, n) if transposed else shape

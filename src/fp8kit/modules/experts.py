@@ -1,4 +1,4 @@
-"""``Fp8Experts``: the experts of a layer as FP8 codes and scales, all plain Parameters."""
+"""``Fp8Experts``: the package's own FP8 experts; ``stacked_experts`` has those of libraries."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Fp8Experts(ExpertTensors):
     """The experts of a layer: ``sum_j weight_j * (act(x @ gate_up[e_j].T) @ down[e_j].T)``.
 
     It holds ``gate_up_proj`` (FP8 ``[E, 2 I, H]``; ``up_proj`` ``[E, I, H]`` without a gate) and
-    ``down_proj`` (FP8 ``[E, H, I]``), for each a ``_scale`` (``stack_scale_shape``), with biases a
-    ``_bias`` and for static schemes an ``_input_scale`` (fp32 ``[1, 1]``). All are frozen
-    Parameters, so ``state_dict()`` is the checkpoint. Casts such as ``.half()`` change biases and
-    ``compute_dtype``, never codes or scales. Gradients flow to the input and the router's weights.
+    ``down_proj`` (FP8 ``[E, H, I]``), each with ``<name>_scale`` (``stack_scale_shape``), with
+    biases ``<name>_bias``, and for static schemes ``<name>_input_scale`` (fp32 ``[1, 1]``). All are
+    frozen Parameters: ``state_dict()`` is the checkpoint. Casts such as ``.half()`` change biases
+    and ``compute_dtype``, never codes or scales. Gradients reach the input and router weights.
 
     A new layer is uninitialized, like ``torch.empty``; make a filled one with ``from_dense`` or
     ``from_quantized``, or load a ``state_dict``. These attributes may be set at any time:
@@ -43,7 +43,7 @@ class Fp8Experts(ExpertTensors):
         num_experts: E, shared ones included.
         hidden_size: H.
         intermediate_size: I.
-        activation: what stands between the products.
+        activation: what is computed between the two products.
         scheme: a preset name or a ``Scheme``.
         bias: whether to hold biases of ``compute_dtype``.
         device: where the Parameters live; ``"meta"`` allocates nothing.
@@ -110,14 +110,14 @@ class Fp8Experts(ExpertTensors):
         input_scales: tuple[Tensor, Tensor] | None = None,
         transposed: bool = False,
     ) -> Fp8Experts:
-        """Quantize dense experts one by one; they are left untouched.
+        """Quantize dense experts one by one; the dense tensors are left untouched.
 
         Args:
-            gate_up: bf16, fp16 or fp32 ``[E, 2 I, H]`` (``[E, I, H]`` without a gate), or one
-                matrix after the other.
-            down: ``[E, H, I]``, or one matrix after the other.
+            gate_up: bf16, fp16 or fp32 ``[E, 2 I, H]`` (``[E, I, H]`` without a gate), or an
+                iterable of E matrices.
+            down: ``[E, H, I]``, or an iterable of E matrices.
             scheme: a preset name or a ``Scheme``.
-            activation: what stands between the products, and how gate and up rows lie.
+            activation: what is computed between the products, and the order of gate and up rows.
             biases: of both products, ``[E, 2 I]`` and ``[E, H]``; Parameters are shared.
             input_scales: of both products, fp32 ``[1, 1]``, needed by static schemes.
             transposed: matrices are ``[H, 2 I]`` and ``[I, H]`` (GPT-OSS, Llama-4).
@@ -154,11 +154,11 @@ class Fp8Experts(ExpertTensors):
         """Wrap codes and scales, without copying them.
 
         Args:
-            gate_up: codes ``[E, 2 I, H]`` (``[E, I, H]`` without a gate), in groups of the scheme;
-                of a rebased one in MX groups, which are copied.
-            down: codes ``[E, H, I]``.
+            gate_up: codes ``[E, 2 I, H]`` (``[E, I, H]`` without a gate), with scales of the
+                scheme's weight granularity; for a rebased scheme MX scales, and codes are copied.
+            down: codes ``[E, H, I]``, likewise.
             scheme: a preset name or a ``Scheme``.
-            activation: what stands between the products, and how gate and up rows lie.
+            activation: what is computed between the products, and the order of gate and up rows.
             biases: as in ``from_dense``.
             input_scales: as in ``from_dense``.
             dtype: the compute dtype.
@@ -210,8 +210,8 @@ class Fp8Experts(ExpertTensors):
             top_k_index: int32 or int64 ``[..., k]``.
             top_k_weights: float ``[..., k]``.
             logits: float ``[..., E]`` for ``routing``, instead of ids and weights.
-            shared_input: like ``hidden_states``, what shared experts read instead; their result is
-                rounded and added to that of the others.
+            shared_input: read by the shared experts instead of ``hidden_states``, and like it; the
+                rounded result of the shared experts is added to that of the others.
             shared_weights: float ``[..., shared]``, weights of the shared experts; ones if omitted.
         """
         if shared_input is not None:
@@ -239,14 +239,14 @@ class Fp8Experts(ExpertTensors):
         shared_input: Tensor | None = None,
         shared_weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute what ``forward`` adds: the result of routed experts, and that of shared ones.
+        """Return the two summands of ``forward``: of the routed and of the shared experts.
 
         Args:
-            hidden_states: as in ``forward``, and so all others.
+            hidden_states: as in ``forward``, like all other arguments.
             top_k_index: ids.
             top_k_weights: weights.
             logits: instead of ids and weights.
-            shared_input: what shared experts read instead.
+            shared_input: read by the shared experts instead of ``hidden_states``.
             shared_weights: of the shared experts.
         """
         given = hidden_states if shared_input is None else shared_input
@@ -261,7 +261,7 @@ class Fp8Experts(ExpertTensors):
         return routed, common
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Give ids and weights by ``routing``; raises ``ValueError`` if there is none."""
+        """Return ids and weights by ``routing``; raises ``ValueError`` if it is ``None``."""
         if self.routing is None:
             raise InvalidValue(
                 "Got logits for a layer without a routing.",
@@ -273,14 +273,14 @@ class Fp8Experts(ExpertTensors):
 
     @property
     def num_ids(self) -> int:
-        """How many ids there are, shared ones included: E unless ``place`` changed that."""
+        """The number of expert ids, shared ones included: E until ``place`` changes the rows."""
         return self.num_experts if self.expert_map is None else self.expert_map.shape[0]
 
     def count_tokens(self, on: bool = True) -> None:
-        """Begin to count the tokens of each id in ``tokens`` (int64, from zero), or end it.
+        """Start or stop counting the tokens of each id in ``tokens`` (int64, from zero).
 
         Args:
-            on: whether calls are counted; off, which is the default, costs nothing.
+            on: whether later calls are counted. Layers do not count by default, at no cost.
         """
         check_switch("on", on)
         device = self.down_proj.device
@@ -290,15 +290,15 @@ class Fp8Experts(ExpertTensors):
     def place(self, placement: Tensor) -> None:
         """Rearrange experts, and replicate or drop some; tokens take turns among replicas.
 
-        Ids stay what they were. With as many slots as before all is written in place, so that
-        captured graphs stay valid from the second call on (the first makes ``expert_map``). One
-        weight of the layer is copied on the way.
+        Ids keep their meaning. If the number of rows stays, all tensors are written in place, so
+        CUDA graphs captured after the first call stay valid (the first call makes ``expert_map``).
+        One stack at a time is copied on the way.
 
         Args:
             placement: integer ``[E']``: for each row of the new stack, the id that it holds.
 
         Raises:
-            TypeError, ValueError: if it is no vector of ids, or one is not held here.
+            TypeError, ValueError: if it is no vector of ids, or has one that is not held here.
 
         Example:
             >>> layer.place(torch.tensor([0, 1, 2, 3, 3]))  # two replicas of the last expert
@@ -325,7 +325,7 @@ class Fp8Experts(ExpertTensors):
             self._hold(name, rows.view(held.dtype))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """Accept what was placed; refuse what is in the order of ids where this layer is not."""
+        """Accept a placed ``state_dict``; refuse one in the order of ids for a placed layer."""
         held, arrived = self.expert_map, state_dict.get(f"{prefix}expert_map")
         down = state_dict.get(f"{prefix}down_proj", self.down_proj)
         if arrived is None and held is not None and down is not self.down_proj:
@@ -348,7 +348,7 @@ class Fp8Experts(ExpertTensors):
     def _shared_pairs(
         self, ids: Tensor, weights: Tensor, given: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return ids and weights of the shared experts, the last of all ids, for every token."""
+        """Return ids and weights of the shared experts for every token; they are the last ids."""
         if not 0 < self.shared <= self.num_ids:
             raise InvalidValue(
                 f"Got arguments for shared experts, or layer.shared={self.shared}.",
@@ -364,7 +364,7 @@ class Fp8Experts(ExpertTensors):
         return every.expand(m, -1), factors
 
     def _options(self) -> dict[str, Any]:
-        """Return all that ``moe.experts`` takes besides the input and its routes, by name."""
+        """Return the keywords of ``moe.experts`` except input, ids and weights."""
         w13, w2 = map(self.operand, self.stacks.names)
         return {
             **super()._options(), "w13": w13, "w2": w2, "activation": self.activation,
@@ -387,7 +387,7 @@ class Fp8Experts(ExpertTensors):
         self.register_parameter(name, tensor)
 
     def __prepare_scriptable__(self) -> None:
-        """Refuse ``torch.jit.script`` in words."""
+        """Refuse ``torch.jit.script`` with an error that says what to use instead."""
         raise refusals.scripting("an Fp8Experts")
 
 

@@ -1,11 +1,12 @@
 """Norms, activations and feed-forwards that write FP8.
 
-A fused norm writes only codes and scales. In place of the tensor that was never written it returns
-a NaN, expanded to its shape. The layers behind it recognise that stand-in by identity and take the
-codes; any other reader would see NaN, not a plausible wrong number. Where that could happen (a
-layer was wrapped, or has a hook), and where gradients are needed, the input is not on a GPU, or a
-compiler traces, the replaced module computes instead. Of an activation no one else can see codes,
-so feed-forwards, and layers that read what stands for it, make them in graphs, too.
+A producer is a norm or activation whose result only known layers read, its consumers. A fused norm
+writes codes and scales alone. In place of the unwritten result it returns a stand-in: one NaN,
+expanded to the result's shape. The consumers recognise the stand-in by identity and take the codes;
+any other reader would see NaN, not a plausible wrong number. The replaced module computes instead
+where another reader is possible (a layer was wrapped or has a hook), gradients are needed, the
+input is not on a GPU, or a compiler traces. The codes of an activation never leave the layer that
+multiplies them, so activations and feed-forwards are fused under ``torch.compile``, too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fp8kit.modules.hooks import carry_hooks, is_watched
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.norm_formula import NormFormula
 from fp8kit.modules.parameters import any_trained, deepcopied
-from fp8kit.modules.pending import not_written
+from fp8kit.modules.pending import make_stand_in
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.modules.tracing import constant_in_graphs, is_compiled
 from fp8kit.ops.operators import CodesCall
@@ -36,7 +37,7 @@ from fp8kit.runtime.replay_cache import ReplayCache, jit_tracing
 
 FUSED_DEVICES = ("cuda",)
 _LAYER_CODE = Fp8Linear.forward  # a subclass may compute something else
-# attributes of fused modules themselves, whatever the modules they replace have
+# set on the fused module itself, even if the replaced module has an attribute of that name
 _OWN = frozenset(
     """
     altered concatenated consumers embedding formula gated kind modulation parameter_names
@@ -46,7 +47,7 @@ _OWN = frozenset(
 
 
 class _Step(NamedTuple):
-    """A module on the way to consumers: its code, children and settings, as they were."""
+    """A module on the path to the consumers, with its code, children and settings at fusion."""
 
     ref: weakref.ref[nn.Module]
     code: object
@@ -55,14 +56,14 @@ class _Step(NamedTuple):
 
 
 class Consumers:
-    """The layers behind a producer, and what must stay as it was for them to be all its readers.
+    """The layers that read a producer's result, and the state in which nothing else reads it.
 
-    It knows the modules by weak references: the producer is inside some of them, and holds it.
+    References to modules are weak: some of them contain the producer, which holds this object.
 
     Args:
-        group: what these layers share.
-        unchanged: ``(module, attribute, value)``: the path from the known block to each layer, and
-            settings that would make the code in between read the tensor.
+        group: the ``SharedInput`` of these layers.
+        unchanged: ``(module, attribute, value)`` that must still hold: the path from the known
+            block to each layer, and settings that, if changed, let code in between read the tensor.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Consumers:
         return self.group.first.scheme
 
     def are_ready(self) -> bool:
-        """Return whether nothing but these layers would see what stands for their input."""
+        """Return whether these layers are the only readers of a stand-in for their input."""
         modules: list[nn.Module] = []
         for ref, code, children, settings in self.path:
             module = ref()
@@ -92,7 +93,7 @@ class Consumers:
                 return False
             if isinstance(module, Fused) and not module.has_known_code():
                 return False
-            # a child is ten times as fast to find among children as by getattr
+            # ten times as fast as getattr
             held = module._modules
             for name, child in children:
                 found = child()
@@ -106,38 +107,37 @@ class Consumers:
         for member in members:
             if member.scale_ub is not None or type(member).forward is not _LAYER_CODE:
                 return False
-        # a hook of the block itself sees nothing
+        # modules[0], the block, may have hooks: they do not see the stand-in
         free = bool(members) and not is_watched(*modules[1:], *members)
         return free and takes_codes(members[0].scheme) and not any_trained(*members)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Name the modules, not the code, which pickle may not find by its name."""
+        """Store modules without their ``forward``, which pickle may not find by name."""
         unchanged: list[tuple[nn.Module, str, object]] = []
         for ref, code, children, settings in self.path:
             module = ref()
             if module is None or type(module).forward is not code:
-                module = nn.Module()  # nothing else will hold it, so that it is never ready
+                module = nn.Module()  # freed at once after loading: are_ready() stays false
             unchanged += [(module, name, child() or nn.Module()) for name, child in children]
             unchanged += [(module, name, value) for name, value in settings]
         return {"group": self.group, "unchanged": unchanged}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Undo ``__getstate__``, also of a file from before, which has more."""
+        """Undo ``__getstate__``; state of older versions has more entries, which are ignored."""
         self.__init__(state["group"], state["unchanged"])  # type: ignore[misc]
 
     def produce(self, replays: ReplayCache, call: CodesCall) -> list[Tensor]:
-        """Make codes and offer them; give what stands for their input, then the other results."""
-        stand_in = not_written(call.shape, call.inputs[0].device, call.dtype)
+        """Offer the codes of a call; return a stand-in for their input and the other results."""
+        stand_in = make_stand_in(call.shape, call.inputs[0].device, call.dtype)
         return [stand_in, *self.group.produce(stand_in, replays, call)]
 
 
 class Fused(nn.Module):
-    """A module that computes what another did, in one pass where it may.
+    """A module in place of another (the replaced module), which it computes in one pass.
 
-    It shares the dictionaries of Parameters, buffers and children with the module it replaces, so
-    names, moves, casts and loading reach both, and where it may not fuse, or is called by the names
-    of arguments, which each class gives as it likes, it calls that module.
-    ``inner`` are modules in that one for which it computes, too.
+    Both share their dictionaries of Parameters, buffers and children, so names, moves, casts and
+    loading reach both. Where it may not fuse, and for most keyword arguments, whose names differ
+    between classes, it calls the replaced module. The fused pass also computes ``inner`` modules.
     """
 
     def __init__(self, replaced: nn.Module, *inner: object) -> None:
@@ -154,12 +154,16 @@ class Fused(nn.Module):
         self._code: object = [kind.forward for kind in self._kinds]
         carry_hooks(replaced, self)
 
+    def __copy__(self) -> nn.Module:
+        """Copy what was replaced: who reads a copy, and which settings it gets, is not known."""
+        return copy.copy(self.replaced[0])
+
     def __getstate__(self) -> dict[str, Any]:
-        """Say whether the code is known, in place of it: pickle may not find it by its name."""
+        """Store whether the code is known, not the code: pickle may not find it by name."""
         return {**vars(self), "_code": self.has_known_code()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Start without recordings, also from a file of before they had this name."""
+        """Start without recordings; older files have them under the name ``_tapes``."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.__dict__.pop("_tapes", None)
         self.__dict__.setdefault("parameter_names", tuple(self._parameters))
@@ -168,7 +172,7 @@ class Fused(nn.Module):
         self._code = [kind.forward for kind in kinds] if state.get("_code", True) else None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what the replaced module has there; what it computes then, it computes itself."""
+        """Forward an attribute of the replaced module to it; if its value changes, stop fusing."""
         replaced = self.__dict__.get("replaced")
         own = name[0] == "_" or name in _OWN or name in vars(self).get("parameter_names", ())
         if replaced is None or own or name not in vars(replaced[0]):
@@ -182,22 +186,22 @@ class Fused(nn.Module):
             self.altered = True
 
     def __getattr__(self, name: str) -> Any:
-        """Look up what this module lacks in the one it replaces."""
+        """Fall back to the replaced module for attributes that this one lacks."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # a copy that is still empty; or what the replaced module had is gone
+            # an unfilled copy has no "replaced" yet; a missing Parameter was deleted
             if name == "replaced" or name in self.__dict__.get("parameter_names", ()):
                 raise
             return getattr(self.replaced[0], name)
 
     def unfused(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute as the module that was replaced does."""
+        """Compute with the code of the replaced module."""
         replaced = self.replaced[0]
-        # FSDP, pruning and parametrizations put a tensor in the place of a Parameter
+        # FSDP, pruning and parametrizations replace a Parameter by a tensor attribute of this one
         others = () if torch.compiler.is_compiling() else self.parameter_names
         found = {name: getattr(self, name) for name in others if name not in self._parameters}
-        if found:  # for this call alone: later they may have another
+        if found:  # in a copy for this call alone: the next call may get other tensors
             held, replaced = vars(replaced), type(replaced).__new__(type(replaced))
             vars(replaced).update({**held, **found})
         elif torch.compiler.is_compiling() and not self._is_known():
@@ -209,11 +213,11 @@ class Fused(nn.Module):
         return f"replaces {type(self.replaced[0]).__name__}"
 
     def may_fuse(self, *inputs: Tensor) -> bool:
-        """Return whether device and modes permit codes instead of a result of these inputs."""
+        """Return whether device, modes and unchanged code permit fusing for these inputs."""
         return may_fuse(self, *inputs) and not self.altered and self._is_known()
 
     def may_compute(self, *inputs: Tensor) -> bool:
-        """Return whether this module may compute a result of these inputs, also in a graph."""
+        """Return whether the fused pass may compute these inputs, eagerly or in a graph."""
         if not torch.compiler.is_compiling():
             return self.may_fuse(*inputs)
         place = inputs[0].device.type
@@ -227,24 +231,24 @@ class Fused(nn.Module):
         return self.has_known_code() and all(map(held.__contains__, self.parameter_names))
 
     def has_known_code(self) -> bool:
-        """Return whether the classes that were replaced compute what they did then."""
+        """Return whether the replaced classes still have the ``forward`` they had at fusion."""
         return [kind.forward for kind in self._kinds] == self._code
 
     def _replicate_for_data_parallel(self) -> nn.Module:
-        """Replicate what was replaced: codes are offered to the layers of one GPU only."""
+        """Replicate the replaced module: codes are offered to layers of one GPU only."""
         replaced: Any = self.replaced[0]
         return replaced._replicate_for_data_parallel()
 
 
 class Producer(Fused):
-    """A module whose result is read by known layers alone."""
+    """A fused module whose result is read by its ``consumers`` alone."""
 
     def __init__(self, replaced: nn.Module, consumers: Consumers, *inner: object) -> None:
         super().__init__(replaced, *inner)
         self.consumers = consumers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Copy what was replaced, unless the block is copied too: who else reads a copy?"""
+        """Copy the replaced module alone, unless its block is copied: readers would be unknown."""
         if id(self.consumers.path[0].ref()) not in memo:
             return copy.deepcopy(self.replaced[0], memo)
         return deepcopied(self, memo)
@@ -255,22 +259,22 @@ class Producer(Fused):
 
 
 class FusedNorm(Producer):
-    """A norm that quantizes for the layers behind it."""
+    """A norm that quantizes its result for its consumers."""
 
     def __init__(self, norm: nn.Module, formula: NormFormula, consumers: Consumers) -> None:
         super().__init__(norm, consumers)
         self.formula = formula
-        # one at most; a list, because to set an attribute of a module takes microseconds
+        # at most one (sum, stand-in); a list, as setting a module's attribute takes microseconds
         self._prepared: list[tuple[Tensor, Tensor]] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Norm ``[..., K]``: the normed tensor, or what stands for it and its offered codes."""
-        # what a compiler reads before it turns away costs guards
+        """Norm ``[..., K]``: return the normed tensor, or its stand-in once codes are offered."""
+        # first, because torch.compile guards on every attribute that is read before this return
         if torch.compiler.is_compiling() or kwargs or len(args) != 1:
             return self.unfused(*args, **kwargs)
         (x,) = args
         if self._prepared:
-            prepared = self._prepared[:]  # another thread may take it meanwhile
+            prepared = self._prepared[:]  # a copy, as another thread may clear the list meanwhile
             self._prepared.clear()
             for total, stand_in in prepared:
                 if total is x:
@@ -281,16 +285,16 @@ class FusedNorm(Producer):
         return self.consumers.produce(self.replays, call)[0]
 
     def add(self, call: CodesCall) -> Tensor:
-        """Return the sum of a call of ``codes_of_sum``; this norm is called with it next.
+        """Run a call of ``codes_of_sum`` and return its sum; this norm is called with it next.
 
-        The norm of the sum is quantized in the same pass, and waits for that.
+        The same pass quantizes the norm of the sum, which is kept for that next call.
         """
         stand_in, total = self.consumers.produce(self.replays, call)
         self._prepared[:] = [(total, stand_in)]
         return total
 
     def codes_of_sum(self, x: Tensor, residual: Tensor) -> CodesCall | None:
-        """Return the call that adds, norms and quantizes, ``None`` if nothing may."""
+        """Return the call that adds, norms and quantizes in one pass; ``None`` if not permitted."""
         alike = (x.shape, x.dtype, x.device) == (residual.shape, residual.dtype, residual.device)
         fusable = self.formula.kind == "rms_norm" and self.formula.takes(x, self) and alike
         if not (fusable and self.may_offer(x, residual)):
@@ -299,13 +303,13 @@ class FusedNorm(Producer):
 
 
 class FusedActivation(Producer):
-    """An activation that is computed and quantized by the layer that reads it.
+    """An activation that the layer behind it computes and quantizes; ``kind`` as FusedGatedMlp's.
 
-    ``kind`` is as of ``FusedGatedMlp``; ``gated`` input has the gate's columns, then the others. A
-    layer may read the result ``concatenated``: behind as many columns as the layer gives.
+    If ``gated``, the input has the gate's columns, then as many that the gate multiplies. If
+    ``concatenated``, the layer reads it behind other columns, as many as the layer's output has.
     """
 
-    gated = concatenated = False  # of files from before
+    gated = concatenated = False  # for files of older versions, which lack them
 
     def __init__(
         self, activation: nn.Module, kind: str, consumers: Consumers, concatenated: bool = False
@@ -315,28 +319,28 @@ class FusedActivation(Producer):
         self.kind, self.gated, self.concatenated = kind, gate is not None, concatenated
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | Deferred:
-        """Activate ``[..., K]``: the result, or what stands for it until it is read."""
+        """Activate ``[..., K]``: return the result, or a ``Deferred`` that waits to be read."""
         if kwargs or len(args) != 1 or not self._may_defer(*args):
             return self.unfused(*args, **kwargs)
         (x,) = args
         return Deferred(self.kind, *(x.chunk(2, -1) if self.gated else (x,)))
 
     def _may_defer(self, x: Tensor) -> bool:
-        # no subclass; and code that computes gradients itself gives inputs that require them
+        # requires_grad even without grad mode: custom autograd code computes gradients itself
         plain = type(x) is Tensor and not x.is_nested and not x.requires_grad
         same = not self.gated or activation_kind(self._modules.get("gate_fn")) == self.kind
         return plain and same and self.may_compute(x) and self._hands_over()
 
     @constant_in_graphs
     def _hands_over(self) -> bool:
-        """Return whether known layers read the result, and nobody looks on."""
+        """Return whether only the consumers read the result: no hook, no unknown child."""
         inner = [m for m in self._modules.values() if m is not None]
         alone = len(inner) == self.gated
         return alone and not is_watched(self, *inner) and self.consumers.are_ready()
 
 
 class FusedGatedMlp(Fused):
-    """``down(act(gate(x)) * up(x))`` with activation, product and quantization in one pass.
+    """``down(act(gate(x)) * up(x))``: one pass activates, multiplies, and quantizes for ``down``.
 
     ``kind`` is ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
     """
@@ -359,9 +363,9 @@ class FusedGatedMlp(Fused):
         return down.multiply(activation_codes(self.kind, gate, up, down.scheme))
 
     def of_codes(self, call: CodesCall, group: SharedInput) -> list[Tensor] | None:
-        """Compute ``[..., K]`` from codes that a call makes for a group; add its other results.
+        """Return ``[..., K]`` for a call's codes, which ``group`` reads, then its other results.
 
-        All launches are one recording. ``None`` where that may not be.
+        All launches are one recording; ``None`` where that is not permitted.
         """
         layers = None if is_watched(self) else self._layers(*call.inputs)
         if layers is None:
@@ -374,7 +378,7 @@ class FusedGatedMlp(Fused):
         return group.multiply(gated_codes(self.kind, call, width, options, down.scheme), down)
 
     def _layers(self, *inputs: Tensor) -> tuple[nn.Module, nn.Module, Fp8Linear] | None:
-        """Return gate, up and down projection, ``None`` where the formula may not hold."""
+        """Return the gate, up and down projections; ``None`` if the formula may not hold."""
         if not self.may_compute(*inputs):
             return None
         child: Any = self._modules.get
@@ -386,13 +390,13 @@ class FusedGatedMlp(Fused):
 
     @constant_in_graphs
     def _hands_over(self) -> bool:
-        """Return whether codes reach the last projection, and nobody looks on before it."""
+        """Return whether the last projection takes codes, and no hook sees what it reads."""
         down, act_fn = map(self._modules.get, ("down_proj", "act_fn"))
         return can_multiply(down) and (act_fn is None or not is_watched(act_fn))
 
 
 def may_fuse(module: nn.Module, *inputs: Tensor) -> bool:
-    """Return whether device and modes permit a module to compute these inputs with our kernels."""
+    """Return whether device, modes and gradients permit our kernels for a module's inputs."""
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or is_transformed():
         return False
     if jit_tracing() or not isinstance(inputs[0], Tensor):  # torch.fx traces without tensors
@@ -407,7 +411,7 @@ def may_fuse(module: nn.Module, *inputs: Tensor) -> bool:
 
 
 def can_multiply(layer: nn.Module | None) -> TypeGuard[Fp8Linear]:
-    """Return whether codes can be handed to a layer past its ``forward``."""
+    """Return whether a layer can be given codes, which bypasses its ``forward``."""
     if not isinstance(layer, Fp8Linear) or layer.scale_ub is not None:
         return False
     known = type(layer).forward is _LAYER_CODE and not is_watched(layer)
@@ -415,6 +419,6 @@ def can_multiply(layer: nn.Module | None) -> TypeGuard[Fp8Linear]:
 
 
 def _code_of(module: nn.Module) -> object:
-    """Return the ``forward`` of a class, ``None`` if a compiler runs it, which reads its input."""
+    """Return the ``forward`` of a class; ``None`` if compiled, as compiled code reads its input."""
     own = type(module).forward
     return None if hasattr(own, "_torchdynamo_orig_callable") else own

@@ -1,4 +1,4 @@
-"""Routers of Transformers that choose in one kernel behind the product with their weight."""
+"""Routers of Transformers that choose experts in one kernel, behind torch's product for logits."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class RouterFormula:
 
     Args:
         wide: input, weight and bias are cast to float32 before the product.
-        widened: its result is.
+        widened: the product's result is cast to float32.
         flattens: an input of any shape ``[..., H]`` is taken as rows; else it is ``[M, H]``.
         correction: where the correction bias comes from: ``""`` if there is none, ``"own"`` for a
             buffer or Parameter ``e_score_correction_bias``, ``"given"`` for a second argument.
-        choice: how the choice is made; in it a ``dtype`` of 16 bits stands for that of the input.
+        choice: how weights and ids follow from logits; a 16-bit ``dtype`` in it means the input's.
     """
 
     wide: bool
@@ -35,7 +35,7 @@ class RouterFormula:
     choice: Formula
 
     def logits(self, router: nn.Module, x: Tensor) -> Tensor:
-        """Compute the logits of ``x [..., H]`` with torch, to the bit as the router does."""
+        """Compute the logits of ``x [..., H]`` with torch, bit-equal to the router's."""
         weight, bias = router._parameters["weight"], router._parameters.get("bias")
         assert weight is not None
         x = x.reshape(-1, x.shape[-1])
@@ -45,36 +45,36 @@ class RouterFormula:
         return y.float() if self.widened else y
 
     def bias(self, router: nn.Module, given: tuple[Tensor, ...]) -> Tensor | None:
-        """Return the correction bias ``[E]``, from the router or the arguments behind its input."""
+        """Return the correction bias ``[E]``, from the router or from ``given``, its arguments."""
         if self.correction == "own":
             return getattr(router, BIAS)
         return given[0] if given else None
 
     def takes(self, router: nn.Module, x: Tensor, given: tuple[Any, ...]) -> bool:
-        """Return whether the formula holds for an input, and for what is passed behind it."""
+        """Return whether the formula holds for an input and the arguments ``given`` after it."""
         weight = router._parameters["weight"]
         assert weight is not None
         if len(given) != (self.correction == "given") or not (self.flattens or x.dim() == 2):
             return False
         bias = self.bias(router, given)
         known = bias is None or (isinstance(bias, Tensor) and bias.shape == weight.shape[:1])
-        narrow = self.choice.dtype != torch.float32  # by which of both dtypes, no trial has shown
+        narrow = self.choice.dtype != torch.float32  # dtype of weight or input? both must agree
         wide = self.wide and not narrow
         return known and (wide or weight.dtype == x.dtype) and x.shape[-1] == weight.shape[1]
 
     def options(self, x: Tensor) -> Formula:
-        """Return the choice for an input of its dtype."""
+        """Return the formula of the choice for an input of the dtype of ``x``."""
         narrow = self.choice.dtype != torch.float32
         return self.choice._replace(dtype=x.dtype) if narrow else self.choice
 
 
 class RouterForward(OwnForward):
-    """The ``forward`` of a router."""
+    """A ``forward`` for a router whose formula is known."""
 
     formula: RouterFormula
 
     def takes(self, module: nn.Module, x: Tensor, *others: Any) -> bool:
-        """Return whether the formula holds for an input and what comes behind it."""
+        """Return whether the formula holds for an input and the arguments after it."""
         return self.formula.takes(module, x, others)
 
     def compute(self, module: nn.Module, x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,22 +2,22 @@
 
 Codes mean nothing without their scales. Code that casts the weight of an ``Fp8Linear``, or computes
 with it, would get wrong numbers and no error, so attribute access returns a view of the Parameter
-that raises instead. Whatever does not read values still works: shape, dtype, device, addresses,
+that raises instead. Operations that do not read values still work: shape, dtype, device, addresses,
 copies, moves, views of the bytes, writing other codes, serialization, ``isinstance`` of
-``nn.Parameter``. Tensors derived from it without a cast (``detach()``, ``data``, ``t()``, parts,
-stacks) are guarded too, and so are Parameters made of any of these, whatever module holds them.
-Setting attributes and changes in place reach the Parameter.
+``nn.Parameter``. Tensors derived from the view without a cast (``detach()``, ``data``, ``t()``,
+parts, stacks) are guarded too, and so are Parameters made of any of these, whatever module holds
+them. Setting attributes on the view, and changing it in place, change the Parameter.
 
-torch's Python functions reach the view by ``__torch_function__``. What bypasses that (constructors
-such as ``torch.tensor`` and ``asarray``, ``vmap``, ``torch.func``, scripts) reaches it in the
-dispatcher.
+torch's Python functions reach the view by ``__torch_function__``. Functions that bypass it
+(constructors such as ``torch.tensor`` and ``asarray``, ``vmap``, ``torch.func``, scripts) reach it
+in the dispatcher, by ``__torch_dispatch__``.
 
-The module itself holds the plain Parameter, so nothing is guarded where tensors come from
-``parameters()``, ``named_parameters()``, ``state_dict()``, ``_parameters`` or
-``nn.Module.__getattr__(layer, "weight")``, in the graph of a compiler, and under a mode that makes
-fake tensors. Bytes that leave torch cannot be guarded either: ``storage()`` and
-``untyped_storage()``, DLPack, a raw address, integers that ``view`` makes of the codes, pickles.
-The shards of ``fully_shard`` are plain too.
+The module itself holds the plain Parameter. So tensors from ``parameters()``,
+``named_parameters()``, ``state_dict()``, ``_parameters`` or ``nn.Module.__getattr__(layer,
+"weight")`` are not guarded, nor are tensors in a compiler's graph or under a mode that makes fake
+tensors. Bytes that leave torch cannot be guarded either: ``storage()`` and ``untyped_storage()``,
+DLPack, a raw address, integers that ``view`` makes of the codes, pickles. The shards of
+``fully_shard`` are plain too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.nn.utils import parametrize
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import FP8_FORMATS
 
-# copies, moves and views: what they give is codes, as what they got
+# copies, moves and views: results are codes if the arguments are
 _MOVES = frozenset(
     """
     __get__ __getitem__ adjoint alias as_strided atleast_2d atleast_3d broadcast_tensors
@@ -48,7 +48,7 @@ _MOVES = frozenset(
     view_as vsplit vstack where
     """.split()
 )
-# what they give holds nothing of the codes
+# results contain no values of the codes
 _MADE = frozenset(
     """
     empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_empty_strided
@@ -63,7 +63,7 @@ _NUMBERS = frozenset(
     is_nonzero item numpy tolist
     """.split()
 )
-# these write where codes are, and may write codes
+# these write into codes, which is allowed if they write other codes
 _WRITES = frozenset("copy_ __setitem__ set_ index_copy_ scatter_".split())
 _IN_PLACE = frozenset(
     """
@@ -76,7 +76,7 @@ _views: weakref.WeakValueDictionary[int, GuardedCodes] = weakref.WeakValueDictio
 
 
 class _BelowPython:
-    """What the dispatcher asks; hidden from compilers, to which a view that has it is no tensor."""
+    """``__torch_dispatch__``, hidden from compilers: they do not take a tensor that defines it."""
 
     def __get__(self, _: Any, kind: Any = None) -> Any:
         compiling = torch._guards.TracingContext.try_get() is not None
@@ -84,7 +84,7 @@ class _BelowPython:
 
 
 class GuardedCodes(Tensor):
-    """FP8 codes that raise where they would be taken for numbers; see the module."""
+    """FP8 codes that raise when used as numbers; see the module's docstring."""
 
     __torch_dispatch__ = _BelowPython()
 
@@ -100,21 +100,21 @@ class GuardedCodes(Tensor):
 
     @_is_param.setter
     def _is_param(self, _: bool) -> None:
-        # nn.Parameter(codes) ends here: what it makes may be put into any module
+        # called by nn.Parameter(codes), whose result may be put into any module
         own = self.__dict__
         if "_part" in own:
             part = own.pop("_part")
             own["_codes"] = nn.Parameter(part, part.requires_grad)
 
     def __getattr__(self, name: str) -> Any:
-        """Look up what somebody hung on the Parameter."""
+        """Return an attribute that other code has set on the Parameter."""
         own = self.__dict__
         if name == "_codes" or "_codes" not in own:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(own["_codes"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Hang something on the Parameter, or change what it is."""
+        """Set an attribute of the Parameter, such as ``data`` or one of other code."""
         codes = self.__dict__.get("_codes")
         if codes is None or name in ("__class__", "_is_param"):
             super().__setattr__(name, value)
@@ -163,7 +163,7 @@ class GuardedCodes(Tensor):
                 raise _refused(name, codes) from error
             made = _tensors(result)
             if lone and any(t.is_floating_point() and t.dtype not in FP8_FORMATS for t in made):
-                raise _refused(name, codes)  # without scales it took codes for numbers
+                raise _refused(name, codes)  # it got no scales, so it used codes as numbers
             if taught or name in _COPIES or not made:
                 return result
             if not _reads_nothing(name, made, given):
@@ -175,18 +175,18 @@ class GuardedCodes(Tensor):
 def guarded(
     parameter: Tensor, owner: str, module: nn.Module | None = None, name: str = ""
 ) -> Tensor:
-    """Return a view of a Parameter of codes that raises where it is taken for numbers.
+    """Return a view of a Parameter of codes that raises when used as numbers.
 
-    It is the same object for the same Parameter, as long as somebody holds it; ``owner`` names the
-    layer in errors, and ``name`` is that of the Parameter in the ``module`` that gets it back where
-    code has deleted it there before it is refused.
+    A Parameter has one view object as long as somebody holds it. ``owner`` names the layer in
+    errors. ``module`` holds the Parameter as ``name``: if code deletes it there and is then
+    refused, the module gets the Parameter back.
     """
     view = _views.get(id(parameter))
     with torch._C.DisableTorchFunctionSubclass():
         if view is not None and _is_of(view, parameter):
             return view
         detached = parameter.detach()
-        if type(detached) is not Tensor:  # a mode that traces sees the plain Parameter
+        if type(detached) is not Tensor:  # under a tracing mode: return the plain Parameter
             return parameter
         made = detached.as_subclass(GuardedCodes)
     made.__dict__.update(_codes=parameter, _owner=owner)
@@ -197,7 +197,7 @@ def guarded(
 
 
 def plain(value: Any) -> Any:
-    """Return what is guarded as it is, also in lists, tuples and dicts."""
+    """Replace guarded views by their plain tensors, also in lists, tuples and dicts."""
     if isinstance(value, GuardedCodes):
         own = value.__dict__
         return own["_codes"] if "_codes" in own else own["_part"]
@@ -207,10 +207,10 @@ def plain(value: Any) -> Any:
 
 
 def unmoved(module: nn.Module, name: str, owner: str) -> Tensor:
-    """Return codes that a module does not hold as a Parameter, as a parametrization gives them.
+    """Return codes that a module computes (by a parametrization) instead of holding a Parameter.
 
-    Raises if it has moved them, as scales stay. One with a ``right_inverse`` brings them back to
-    where they were.
+    Raises ``UnsupportedError`` if a parametrization moves codes, because the scales do not move
+    with them. One with a ``right_inverse`` is accepted: it brings codes back to their places.
     """
     codes: Tensor = plain(getattr(module, name))
     if parametrize.is_parametrized(module, name):
@@ -229,9 +229,9 @@ def unmoved(module: nn.Module, name: str, owner: str) -> Tensor:
 
 
 def taken(parameter: Tensor | None, layer: Callable[[], str]) -> Any:
-    """Return a Parameter as the layer that ``layer`` names may hold it.
+    """Return a Parameter without its guard, as the layer that ``layer()`` names may hold it.
 
-    Warns if it has the codes of another layer: they mean nothing by the scales of this one.
+    Warns if it has the codes of another layer, which mean nothing under this layer's scales.
     """
     owner = vars(parameter).get("_owner") if isinstance(parameter, GuardedCodes) else None
     if owner is not None and owner != layer():
@@ -248,7 +248,7 @@ def _place(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _is_of(view: GuardedCodes, parameter: Tensor) -> bool:
-    """Return whether a view is still of a Parameter, whose data may have been moved."""
+    """Return whether a view still shows a Parameter's data, which may have been moved."""
     return (
         view.__dict__["_codes"] is parameter
         and view.device == parameter.device
@@ -259,7 +259,7 @@ def _is_of(view: GuardedCodes, parameter: Tensor) -> bool:
 
 
 def _spoils(name: str, given: Sequence[Tensor]) -> bool:
-    """Return whether an operation would write into codes what is none."""
+    """Return whether an operation would write something other than codes into codes."""
     if name in _WRITES:
         if len(given) < 2 and name != "set_":
             return True  # a number
@@ -272,7 +272,7 @@ def _spoils(name: str, given: Sequence[Tensor]) -> bool:
 
 
 def _reads_nothing(name: str, made: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
-    """Return whether what was computed from codes is codes, bytes, or nothing of them."""
+    """Return whether an operation's results are codes, bytes, or free of the codes' values."""
     if name in _MADE | _IN_PLACE or all(t.is_meta for t in given):
         return True
     kinds = {t.dtype for t in given if t.dtype in FP8_FORMATS}
@@ -285,7 +285,7 @@ def _reads_nothing(name: str, made: Sequence[Tensor], given: Sequence[Tensor]) -
 
 
 def _library(func: Any) -> str:
-    """Return whose an operator is: those of others take codes with their scales, as ours do."""
+    """Return an operator's namespace: those of libraries take codes with scales, as ours do."""
     packet = getattr(func, "overloadpacket", func)
     return str(getattr(packet, "_qualified_op_name", "aten::")).partition("::")[0]
 
@@ -297,7 +297,7 @@ def _owner(codes: Sequence[GuardedCodes]) -> str:
 def _refused(name: str, codes: Sequence[GuardedCodes]) -> UnsupportedError:
     for own in (t.__dict__ for t in codes if "_place" in t.__dict__):
         module, place = own["_place"][0](), own["_place"][1]
-        # a parametrization is asked of the class: computing what it gives would come back here
+        # a parametrization is looked up in the class: evaluating it would come back here
         if module and not (hasattr(type(module), place) or hasattr(module, place)):
             module._parameters[place] = own["_codes"]  # torch's old weight_norm deletes it first
     return UnsupportedError(

@@ -1,4 +1,4 @@
-"""Modules that become others in place, and hooks, which stay."""
+"""Replacing modules while their hooks stay, and finding hooks that would see fused results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 _has_any_global_hook: Any = torch.nn.modules.module._has_any_global_hook
-# of dense and of FP8 layers, which do not outlive them
+# belong to a dense or an FP8 layer, and are dropped when the layer becomes another one
 LAYER_TENSORS = frozenset("weight bias weight_scale weight_exponents input_scale".split())
 
 
@@ -22,12 +22,12 @@ def carry_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def become(module: nn.Module, other: nn.Module, own: Collection[str] = ()) -> Any:
-    """Turn a module into another, in place, with its own hooks and mode, and return it.
+    """Turn ``module`` into ``other`` in place, keeping its hooks and mode, and return it.
 
-    Whoever holds it, in a list, an object, a closure or a weak reference, runs what it is now: a
-    child that is replaced would stay as it was there. Code that hung attributes, tensors or modules
-    of its own on it finds them there, but for those named as its ``own``, which go with its class.
-    The other one gives its class and all that it holds, and is of no use afterwards.
+    Every holder of the module (a list, an object, a closure, a weak reference) then runs the new
+    layer; replacing the child in its parent would leave the old one there. Attributes, tensors and
+    modules that other code has set on it stay, except those named in ``own``, which belong to its
+    old class. ``other`` gives its class and all that it holds, and must not be used afterwards.
     """
     held, new, passing = vars(module), vars(other), "_non_persistent_buffers_set"
     new |= {n: v for n, v in held.items() if "hook" in n or n == "training"}
@@ -44,21 +44,21 @@ def become(module: nn.Module, other: nn.Module, own: Collection[str] = ()) -> An
 
 @functools.cache
 def own_names(kind: Any) -> frozenset[str]:
-    """Name what layers of a class, made as ``nn.Linear`` is, have by themselves."""
+    """Return the attribute names of a new layer of a class with ``nn.Linear``'s arguments."""
     return frozenset(dir(kind(1, 1, device="meta")))
 
 
 class ClassForward:
-    """A ``forward`` on an instance that runs the code of the class, and sees no more than that."""
+    """A ``forward`` on an instance that only runs the code of its class, so it watches nothing."""
 
 
 def is_replaced(forward: object) -> bool:
-    """Return whether what ``vars`` of a module has as ``forward``, or ``None``, is other code."""
+    """Return whether ``vars(module).get("forward")`` is code other than the class's."""
     return forward is not None and not isinstance(forward, ClassForward)
 
 
 def is_watched(*modules: nn.Module) -> bool:
-    """Return whether a hook, another forward or ``compile()`` sees what these take or give."""
+    """Return whether a hook, another ``forward`` or ``compile()`` sees inputs or results."""
     for own in map(vars, modules):
         if (
             ("forward" in own and is_replaced(own["forward"]))
@@ -73,8 +73,8 @@ def is_watched(*modules: nn.Module) -> bool:
 
 
 def arrives_with_its_call(module: nn.Module) -> bool:
-    """Return whether weights may be put in place when a module is called, as offloading does it.
+    """Return whether a module may get its weights only when it is called, as by offloading.
 
-    Before that call they are nothing to compute with, wherever they seem to be.
+    Before that call its weights must not be computed with, wherever they seem to be.
     """
     return "forward" in vars(module) or bool(module._forward_pre_hooks)

@@ -11,18 +11,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fp8kit.formats import BLOCK, MX, ROW, Scheme
 from fp8kit.modules.linear import Fp8Linear
 
-MOST_JOINED_ROWS = 512  # of an input; one wide product saves nothing from there on
+MOST_JOINED_ROWS = 512  # of an input; above it, one wide product saves nothing
 _JOINABLE = (ROW, BLOCK, MX)
-_HELD = {"weight", "weight_scale", "bias"}  # what a joined product takes of each layer
+_HELD = {"weight", "weight_scale", "bias"}  # the Parameters that a joined product reads
 
 
 def can_share(scheme: Scheme) -> bool:
-    """Say whether layers of a scheme quantize an input alike: dynamically, each from the data."""
+    """Return whether layers of a scheme quantize an input alike: dynamically, from the data."""
     return scheme.activation is not None and not scheme.static
 
 
 def are_alike(members: Sequence[Fp8Linear]) -> bool:
-    """Return whether FP8 layers read inputs of one width alike."""
+    """Return whether FP8 layers have the same scheme, input width and ``scale_ub``."""
     kinds = {(m.scheme, m.in_features, m.scale_ub) for m in members}
     return len(kinds) == 1
 
@@ -30,9 +30,9 @@ def are_alike(members: Sequence[Fp8Linear]) -> bool:
 def can_join(members: Sequence[Fp8Linear]) -> bool:
     """Return whether the weights of FP8 layers can be multiplied as one matrix.
 
-    What ``would_join`` asks for, and operands of one kind and device. How a sum is cut depends on
-    the rows of the weight, and whether weights are joined on those of the input: where the bits of
-    a row may not, they are not joined.
+    They must meet the conditions of ``would_join``, and their operands be of one dtype and device.
+    Batch-invariant layers are not joined: the split of a sum depends on the weight's rows, and
+    joining on the input's rows, so a row's bits would depend on the other rows.
     """
     first = members[0]
     alike = all(
@@ -51,7 +51,7 @@ def would_join(scheme: Scheme, layers: Sequence[nn.Linear]) -> bool:
     """Return whether layers, once they are FP8, can be multiplied as one matrix.
 
     Their scales must concatenate along the rows: per-row, MX, or 128x128 blocks where every weight
-    but the last ends on a block edge. All have a bias or none has one, and no input scale.
+    but the last ends on a block edge. All have a bias or none has, and none has an input scale.
     """
     edges = all(layer.out_features % scheme.weight.rows == 0 for layer in layers[:-1])
     biases = {layer.bias is None for layer in layers}
@@ -59,16 +59,16 @@ def would_join(scheme: Scheme, layers: Sequence[nn.Linear]) -> bool:
 
 
 def joined_shape(layers: Sequence[nn.Linear]) -> tuple[int, int]:
-    """Return ``(N, K)`` of the matrix that layers are multiplied as."""
+    """Return ``(N, K)`` of the joined weight of layers."""
     return sum(layer.out_features for layer in layers), layers[0].in_features
 
 
 def may_move(members: Sequence[Fp8Linear]) -> bool:
-    """Return whether what layers hold can be put elsewhere.
+    """Return whether the tensors of layers can be moved to other memory.
 
-    A distributed tensor lives in others, ``fully_shard`` puts the whole weight into memory of its
-    own at each call, a parametrization may give another tensor at each call, and other processes
-    may look at shared memory.
+    A distributed tensor wraps others, ``fully_shard`` puts the whole weight into memory of its own
+    at each call, a parametrization may return a new tensor, and other processes may read shared
+    memory: none of these can be moved.
     """
     if any(m.sharded or not _HELD <= m._parameters.keys() for m in members):
         return False

@@ -1,4 +1,4 @@
-"""A dense weight kept beside the codes: when it changes, the codes are made again."""
+"""A dense weight kept beside the codes: when it changes, it is quantized again."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 def counted(original: Tensor) -> Tensor:
-    """Return a tensor whose changes torch counts: a copy of one made in inference mode."""
+    """Return a tensor whose changes torch counts: a copy if it was made in inference mode."""
     with torch.inference_mode(False):
         return original.clone() if version(original) == UNCOUNTED else original
 
 
 def follow_original(layer: Fp8Linear) -> None:
-    """Quantize a dense weight that was kept, if it was changed or replaced since."""
+    """Quantize the kept dense weight again if it was changed or replaced since the last time."""
     if torch.compiler.is_compiling():
         return
     original = layer.original_weight
     if original is None:
         return
-    seen = layer._quantized_from  # not in a file of an earlier version
+    seen = layer._quantized_from  # None for files of older versions
     if seen is not None and seen[0] is original and seen[1] == version(original):
         return
     if version(original) == UNCOUNTED:
@@ -45,9 +45,9 @@ def follow_original(layer: Fp8Linear) -> None:
 
 
 def made_of_original(layer: Fp8Linear) -> Fp8Linear:
-    """Return a copy of a layer that knows its codes to be made of the weight copied with them.
+    """Mark a copied layer's codes as made from its kept weight, and return the layer.
 
-    Made again they may have other bits, as what was kept may have been cast since.
+    Else it would be quantized again, maybe to other bits, if the kept weight has been cast since.
     """
     if layer.original_weight is not None:
         layer.keep(layer.original_weight)

@@ -20,12 +20,12 @@ NAMES = ("accum", "batch_invariant", "out_dtype", "scale_ub")
 
 
 def checked(layer: Fp8Linear, name: str, value: Any) -> Any:
-    """Return an option as a layer holds it.
+    """Return the checked value of an option, as a layer holds it.
 
-    Raises ``TypeError`` for an ``out_dtype`` that no result has, or a ``batch_invariant`` that is
-    no switch, and ``ValueError`` for an unknown ``accum``, a ``scale_ub`` that is not positive and
-    finite, or that no activation has, an unknown scheme, or one that reads other codes or scales
-    than the layer holds.
+    Raises ``TypeError`` for an ``out_dtype`` that results cannot have, and a ``batch_invariant``
+    that is no bool. Raises ``ValueError`` for an unknown ``accum``; for a ``scale_ub`` that is not
+    positive and finite, or under a scheme without dynamic activation scales; and for a scheme that
+    is unknown or reads other codes or scales than the layer holds.
     """
     if name == "scheme":
         return _checked_scheme(layer, value)
@@ -59,7 +59,7 @@ def checked(layer: Fp8Linear, name: str, value: Any) -> Any:
 def _checked_scheme(layer: Fp8Linear, value: Any) -> Scheme:
     scheme, held = Scheme.of(value), layer._parameters
     codes, scale = held.get("weight"), held.get("weight_scale")
-    if codes is None or scale is None:  # a new layer, or one whose weight is computed
+    if codes is None or scale is None:  # a new layer, or a parametrized weight
         return scheme
     static, rebased = held.get("input_scale") is not None, "weight_exponents" in held
     wanted = (scheme.dtype, scale_shape(codes.shape, scheme.weight), scheme.static, scheme.rebased)
@@ -89,7 +89,7 @@ def options_of(layer: Fp8Linear) -> Options:
 
 
 def bound_of(layer: Fp8Linear) -> Tensor | None:
-    """Return ``scale_ub`` as operators take it, on the device of a layer."""
+    """Return ``scale_ub`` as operators take it: an fp32 scalar tensor on the layer's device."""
     if layer.scale_ub is None:
         return None
     return torch.full((), layer.scale_ub, dtype=torch.float32, device=layer.codes.device)

@@ -1,9 +1,10 @@
-"""Hook libraries that save or change models in their own way, so that they handle FP8 layers.
+"""Patch libraries that save or change models in their own way, so that they handle FP8 layers.
 
 Their ``save_pretrained`` writes the ``state_dict`` and a config; codes without a quantization
 config would load as a dense model with wrong numbers. PEFT wraps our layers, and computes with
-their weights when it merges; accelerate casts what it places into a model; torch's wrappers
-broadcast or average weights. A library that is not loaded is not touched.
+their weights when it merges; accelerate casts tensors that it places into a model; torch's wrappers
+broadcast or average weights. Each library has a module in ``integrations``, whose ``patch()`` does
+the work. A library that is not loaded is not touched.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from torch import nn
 
 from fp8kit.errors import UnsupportedError, teach
 
-# a module that defines what a library makes, and what tells that library
-_TOLD_BY = {
+# a module of a library, and the module of ours that patches it
+_PATCHED_BY = {
     "transformers.modeling_utils": "fp8kit.integrations.transformers_quantizer",
     "diffusers.models.modeling_utils": "fp8kit.integrations.diffusers",
     "peft.tuners.lora.model": "fp8kit.integrations.peft",
@@ -35,26 +36,26 @@ _TOLD_BY = {
     "torch.utils.flop_counter": "fp8kit.integrations.flop_counter",
     "torch.distributed.fsdp.fully_sharded_data_parallel": "fp8kit.integrations.torch_wrappers",
 }
-_told: set[str] = set()
-# finds a quantization method in dictionaries of its own, and looks for no plugins
+_patched: set[str] = set()
+# finds quantization methods in its own dictionaries, not in plugins
 _LOADING = "diffusers.models.modeling_utils"
-# looks a method up by its name, in diffusers and Transformers, before either has loaded a model
+# looks up a method by name, in diffusers and Transformers, before either has loaded a model
 _CHOOSING = "diffusers.quantizers.pipe_quant_config"
-# builds a dense model, and fills it with codes before there is any FP8 layer
+# builds a dense model and fills it with codes before any FP8 layer exists
 _MIXIN = "huggingface_hub.hub_mixin"
-# counts what runs, however long ago it was made
+# counts the operators of layers that were made before it was loaded
 _COUNTING = "torch.utils.flop_counter"
 _METHOD = "fp8kit"
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # by torch.compile, for checkpointing
 
 
 def register_when_loaded() -> None:
-    """Tell libraries that may meet FP8 before a layer is made: now if they are loaded, else then.
+    """Patch libraries that may meet FP8 before a layer exists: now, or when they are loaded.
 
-    Nothing is imported before diffusers itself imports its models, or is asked for the method.
+    Nothing is imported before diffusers imports its models, or is asked for the method ``fp8kit``.
     """
     following: dict[str, Callable[[ModuleType], None]] = {
-        name: lambda module: _tell(module.__name__) for name in (_LOADING, _MIXIN, _COUNTING)
+        name: lambda module: _patch(module.__name__) for name in (_LOADING, _MIXIN, _COUNTING)
     }
     following[_CHOOSING] = _register_when_chosen
     for name in [n for n in following if n in sys.modules]:
@@ -64,7 +65,7 @@ def register_when_loaded() -> None:
 
 
 def _register_when_chosen(module: ModuleType) -> None:
-    """Let a pipeline's config find the method, in both libraries, when it is made."""
+    """Register the method in diffusers and Transformers when a pipeline's config asks for it."""
     kind = module.PipelineQuantizationConfig
     own = kind.post_init
 
@@ -73,19 +74,19 @@ def _register_when_chosen(module: ModuleType) -> None:
         if config.quant_backend == _METHOD:
             for library in ("diffusers.models.modeling_utils", "transformers.modeling_utils"):
                 if importlib.util.find_spec(library.partition(".")[0]):
-                    _tell(library)
+                    _patch(library)
         own(config)
 
     kind.post_init = post_init
 
 
 def on_demand(module: str, name: str) -> Callable[..., Any]:
-    """Return a function of a module that is imported when the function is called."""
+    """Return a function that imports a module and calls the module's function ``name``."""
     return lambda *args, **kwargs: getattr(importlib.import_module(module), name)(*args, **kwargs)
 
 
 def run_through(owner: Any, name: str, ours: Callable[..., Any]) -> None:
-    """Let a function of a class or module run through ours, which gets it first, and only once."""
+    """Wrap a function of a class or module once: ``ours`` gets the original, then its arguments."""
     own = getattr(owner, name)
     if not hasattr(own, "_fp8kit"):
 
@@ -106,9 +107,9 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model in torch's wrappers, which put a word of their own before each name.
+    """Return the model inside torch's wrappers, which prefix the name of each tensor.
 
-    Wrappers are those of ``torch.compile``, DDP, ``DataParallel`` and ``AveragedModel``.
+    These are ``torch.compile``, checkpointing, DDP, ``DataParallel`` and ``AveragedModel``.
     """
     averaged = torch.optim.swa_utils.AveragedModel
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel, averaged)
@@ -122,7 +123,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def bare(model: nn.Module) -> Iterator[nn.Module]:
-    """Unwrap a model, and for a while all blocks and layers in it: tensors have their own names."""
+    """Unwrap a model, and temporarily all modules in it, so that tensors have unprefixed names."""
     model = unwrapped(model)
     wrapped = [
         (held, name, child, inner)
@@ -140,9 +141,9 @@ def bare(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules as Python does, each once, and has them followed by ours.
+    """Finds modules as Python does, and calls a function after each has been executed.
 
-    ``following`` has what to do with each of them, by name, once it is executed.
+    ``following`` maps names of modules to functions; each module is found here once.
     """
 
     def __init__(self, following: dict[str, Callable[[ModuleType], None]]) -> None:
@@ -172,33 +173,33 @@ class _Loader(Loader):
         return self._own.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module, then do what follows."""
+        """Execute the module, then call the function for it."""
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._own
         self._own.exec_module(module)
         self._then(module)
 
 
-def tell_libraries() -> None:
-    """Prepare the libraries that are loaded for models with FP8 layers.
+def patch_libraries() -> None:
+    """Patch the loaded libraries, so that they handle models with FP8 layers.
 
-    A version that cannot be told is named in a warning, once.
+    A library that cannot be patched is named in a warning, once.
     """
-    for library in _TOLD_BY:
+    for library in _PATCHED_BY:
         if library in sys.modules:
-            _tell(library)
+            _patch(library)
 
 
-def _tell(library: str) -> None:
-    if library in _told:
+def _patch(library: str) -> None:
+    if library in _patched:
         return
-    _told.add(library)
+    _patched.add(library)
     try:
-        module = importlib.import_module(_TOLD_BY[library])
-        if not hasattr(module, "tell"):  # it is being imported, and imports the library itself
-            _told.discard(library)
+        module = importlib.import_module(_PATCHED_BY[library])
+        if not hasattr(module, "patch"):  # it is being imported, and imports the library itself
+            _patched.discard(library)
             return
-        module.tell()
+        module.patch()
     except (ImportError, UnsupportedError) as error:
         name = library.partition(".")[0]
         warnings.warn(

@@ -16,7 +16,7 @@ from fp8kit.modules import dense, layer_options, refusals
 from fp8kit.modules.entries import quantize_weight, quantized_entries, stored_tensors
 from fp8kit.modules.guarded_weight import guarded, taken, unmoved
 from fp8kit.modules.kept_weight import counted, follow_original, made_of_original
-from fp8kit.modules.libraries import tell_libraries
+from fp8kit.modules.libraries import patch_libraries
 from fp8kit.modules.other_inputs import OTHERS, of_others
 from fp8kit.modules.parameters import (
     apply_without_casts,
@@ -27,6 +27,7 @@ from fp8kit.modules.parameters import (
     frozen,
     shallow_copied,
 )
+from fp8kit.modules.pending import check_written
 from fp8kit.modules.tracing import traced
 from fp8kit.ops import operators, validation
 from fp8kit.ops.operators import CodesCall, RowCodes
@@ -34,25 +35,25 @@ from fp8kit.runtime import settings
 from fp8kit.runtime.replay_cache import Options, ReplayCache
 from fp8kit.runtime.weight_hazards import invalidate, version
 
-_is_compiling = torch.compiler.is_compiling  # bound once, as every call asks
+_is_compiling = torch.compiler.is_compiling  # bound once: every call needs it
 _FROZEN = ("weight", "weight_scale", "weight_exponents", "input_scale")
 
 
 class Fp8Linear(nn.Linear):
     """A linear layer with an FP8 weight: ``y = quantize(x) @ weight.T * scales + bias``.
 
-    It holds ``weight`` (FP8 ``[N, K]``), ``weight_scale`` (``scale_shape((N, K), scheme.weight)``),
-    for static schemes ``input_scale`` (fp32 ``[1, 1]``), for rebased ones ``weight_exponents``
-    (E8M0), and an optional ``bias``; all are Parameters: ``state_dict()`` is the checkpoint. Casts
-    such as ``.half()`` change the bias and ``compute_dtype`` and never the codes or scales. Weight
-    and scales are frozen: gradients flow to the input and, if it requires one, to the bias.
+    Its Parameters are ``weight`` (FP8 ``[N, K]``), ``weight_scale`` (``scale_shape((N, K),
+    scheme.weight)``), ``input_scale`` (fp32 ``[1, 1]``, static schemes only), ``weight_exponents``
+    (E8M0, rebased schemes only) and an optional ``bias``: ``state_dict()`` is the checkpoint. Casts
+    such as ``.half()`` change the bias and ``compute_dtype``, never the codes or scales. Weight and
+    scales are frozen: gradients flow to the input and, if the bias requires one, to the bias.
 
-    Attributes may be set at any time: ``accum`` (``"fast"`` for the tensor core's own sums),
+    Four attributes may be set at any time. ``accum`` (``"fast"`` for the tensor core's own sums),
     ``batch_invariant`` (``True`` gives a row the same bits whatever other rows there are) and
-    ``out_dtype`` (of results; ``None`` for that of the input) belong to the run and are not saved.
+    ``out_dtype`` (dtype of results; ``None`` for the input's) belong to the run and are not saved.
     ``scale_ub``, a number, bounds each amax of the input from above; checkpoints keep it.
 
-    A new layer is uninitialized; ``from_linear`` and ``from_quantized`` make filled ones.
+    A new layer is uninitialized; ``from_linear`` and ``from_quantized`` return filled layers.
 
     Args:
         in_features: K.
@@ -60,7 +61,7 @@ class Fp8Linear(nn.Linear):
         bias: whether to hold a bias of ``compute_dtype``.
         scheme: a preset name or a ``Scheme``.
         device: where the Parameters live; ``"meta"`` allocates nothing.
-        dtype: the compute dtype: that of the bias, and the high precision this layer stands for.
+        dtype: the compute dtype: that of the bias and of the dense layer that this one replaces.
 
     Raises:
         TypeError: if ``bias`` is neither ``True`` nor ``False``.
@@ -79,10 +80,10 @@ class Fp8Linear(nn.Linear):
     out_dtype: torch.dtype | None = None
     scale_ub: float | None = None
     _bound: Tensor | None = None  # scale_ub on the device of the weight
-    qualified_name = ""  # in the model it was converted in, for errors
-    form_note = ""  # why an MX weight has the form it has
-    place = ""  # among siblings whose input is known not to change: "first", "middle" or "last"
-    sharded = False  # it held parts of distributed tensors, and may only have borrowed the whole
+    qualified_name = ""  # name in the converted model, for error messages
+    form_note = ""  # why an MX weight is stored in its present form
+    place = ""  # "first", "middle" or "last" of siblings whose input is known not to change
+    sharded = False  # has held a distributed tensor: the whole weight may be borrowed memory
     transposed = False  # the dense layer was a Conv1D of Transformers, which holds [K, N]
 
     def __init__(
@@ -96,7 +97,7 @@ class Fp8Linear(nn.Linear):
     ) -> None:
         layer_options.check_new(in_features, out_features, bias, dtype)
         nn.Module.__init__(self)
-        tell_libraries()
+        patch_libraries()
         self.in_features, self.out_features = in_features, out_features
         self.scheme = Scheme.of(scheme)
         self.compute_dtype = dtype or torch.get_default_dtype()
@@ -104,7 +105,7 @@ class Fp8Linear(nn.Linear):
         self._quantized_from: tuple[Tensor, int] | None = None  # original weight and its version
         self.replays = ReplayCache()
         self.shared: Callable[[Fp8Linear, Tensor], Tensor] | None = None  # a SharedInput
-        # first: code takes the dtype of a module's first Parameter for that of its numbers
+        # registered first: other code takes the first Parameter's dtype for the compute dtype
         self.register_parameter("bias", None)
         for name, tensor in empty_tensors((out_features, in_features), self.scheme, device).items():
             setattr(self, name, frozen(tensor))
@@ -130,10 +131,10 @@ class Fp8Linear(nn.Linear):
             input_scale: fp32 ``[1, 1]``, positive and finite, needed by static schemes.
 
         Raises:
-            TypeError: for what is no ``nn.Linear``, if the weight is not a float tensor, or
+            TypeError: if ``linear`` is no ``nn.Linear``, its weight is no float tensor, or
                 ``input_scale`` is no tensor.
-            ValueError: if the scheme is unknown, or is static and got no ``input_scale``, or one
-                that scales nothing.
+            ValueError: if the scheme is unknown; if a static scheme got no ``input_scale`` or
+                another scheme got one; if ``input_scale`` is not positive and finite.
 
         Example:
             >>> layer = Fp8Linear.from_linear(nn.Linear(256, 512), "FP8_BLOCK")
@@ -189,11 +190,12 @@ class Fp8Linear(nn.Linear):
         """Compute ``[..., N]`` from ``[..., K]``.
 
         Args:
-            input: bf16, fp16 or fp32, also jagged; or codes as the scheme has them, from
-                ``fp8kit.quantize``.
+            input: bf16, fp16 or fp32, dense or jagged; or the ``QTensor`` that ``fp8kit.quantize``
+                returns for the scheme's activation granularity and dtype.
 
         Returns:
-            In ``out_dtype``, else the dtype of ``input`` (or autocast's; ``compute_dtype``).
+            A tensor in ``out_dtype`` if that is set, else in the dtype of ``input`` (autocast's
+            where it is on; ``compute_dtype`` for a ``QTensor``).
         """
         if isinstance(input, OTHERS):
             return of_others(self, input)
@@ -207,12 +209,13 @@ class Fp8Linear(nn.Linear):
         y = self.replays.replay(operators.LINEAR, inputs, constants, options)
         if y is None:
             self.check_input(input)
+            check_written(input)
             y = self.replays.run(operators.LINEAR, inputs, constants, options)
         return y
 
     def check_input(self, x: Tensor) -> None:
         """Raise a ``TypeError`` or ``ValueError`` that says why the layer cannot take ``x``."""
-        # self.bias goes through __getattr__, on every step of which torch.compile guards
+        # operands() because self.bias would run __getattr__, and torch.compile guards each step
         codes, scale, bias, *_ = self.operands()
         try:
             validation.check_codes("the weight of an Fp8Linear", codes.dtype, self.scheme)
@@ -225,14 +228,14 @@ class Fp8Linear(nn.Linear):
             raise type(error)(f"{self._described()}: {error}") from None
 
     def compute(self, x: Tensor) -> Tensor:
-        """Compute ``[..., N]`` from an input that is known to fit."""
+        """Compute ``[..., N]`` from an input that ``check_input`` has accepted."""
         constants = self.operands()
         if _is_compiling():
             return operators.linear_registered(x, *constants, *self._options)
         return self.replays.call(operators.LINEAR, (x,), constants, self._options)
 
     def multiply(self, codes: RowCodes | CodesCall) -> Tensor:
-        """Compute ``[..., N]`` from codes of an input that is known to fit, made or to be made."""
+        """Compute ``[..., N]`` from codes, or from a call that makes them; the input fits."""
         if self.original_weight is not None:
             follow_original(self)
         constants = self.operands()[:3]
@@ -249,21 +252,21 @@ class Fp8Linear(nn.Linear):
         return y
 
     def operands(self) -> tuple[Any, ...]:
-        """Return weight, scale, bias, input scale and bound, as ``operators.LINEAR`` wants."""
+        """Return weight, scale, bias, input scale and bound: the constants of ``LINEAR``."""
         held, bound = self._parameters, self._bound
         if bound is not None and bound.device != self.codes.device:
             self._bound = bound = layer_options.bound_of(self)
         try:
             return held["weight"], held["weight_scale"], held["bias"], held["input_scale"], bound
-        except KeyError:  # one is a buffer, or computed by a parametrization
+        except KeyError:  # a tensor is a buffer, or is computed by a parametrization
             return self.codes, self.weight_scale, self.bias, self.input_scale, bound
 
     def options(self) -> Options:
-        """Return the other arguments of ``operators.LINEAR``."""
+        """Return the options of ``operators.LINEAR``: its arguments that are no tensors."""
         return self._options
 
     def quantize_input(self, x: Tensor) -> RowCodes:
-        """Quantize an input for ``multiply``, so that siblings can share it; no gradient flows."""
+        """Quantize an input for ``multiply``, so that siblings share codes; no gradient flows."""
         codes, _, _, _, bound = self.operands()
         group, _, rounding, *_ = self._options
         assert group is not None
@@ -303,17 +306,17 @@ class Fp8Linear(nn.Linear):
 
     @property
     def codes(self) -> Tensor:
-        """The Parameter of codes ``[N, K]``; as ``weight`` it is guarded against casts."""
+        """The Parameter of codes ``[N, K]``, without the guard that ``weight`` puts around it."""
         weight = self._parameters.get("weight")
         return unmoved(self, "weight", self._described()) if weight is None else weight
 
     def keep(self, original_weight: Tensor) -> None:
-        """Keep the dense weight that the codes were made from; its changes are followed."""
+        """Keep the dense weight that the codes were made from, and requantize when it changes."""
         self.original_weight = kept = counted(original_weight)
         self._quantized_from = (kept, version(kept))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Put the options together when one is set, and not at every call."""
+        """Check and combine the options when one is set, which saves the work at every call."""
         if name != "scheme" and name not in layer_options.NAMES:
             super().__setattr__(name, value)
             return
@@ -321,7 +324,7 @@ class Fp8Linear(nn.Linear):
         self._options, self._bound = layer_options.options_of(self), layer_options.bound_of(self)
 
     def __getattr__(self, name: str) -> Any:
-        """Guard ``weight``; refuse what would split the codes and not their scales."""
+        """Guard ``weight``; refuse ``distribute_module``, as it would split codes, not scales."""
         if name == "weight":
             weight = self.__dict__.get("_parameters", {}).get(name)
             if type(weight) in (Tensor, nn.Parameter) and weight.dtype in FP8_FORMATS:
@@ -334,8 +337,8 @@ class Fp8Linear(nn.Linear):
         return super().__getattr__(name)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """Walk as any module; a library that replaces layers walks first, and is told here."""
-        tell_libraries()
+        """Walk as any module does; a library that replaces layers walks first: patch it now."""
+        patch_libraries()
         return super().named_modules(*args, **kwargs)
 
     def _described(self) -> str:
@@ -343,14 +346,14 @@ class Fp8Linear(nn.Linear):
         return f"{name} (Fp8Linear [{self.out_features}, {self.in_features}])"
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Hold a plain Parameter, also where what ``layer.weight`` gave is assigned."""
+        """Hold a plain Parameter, also when the guarded view ``layer.weight`` is assigned."""
         if param is not None:
-            invalidate(param)  # fully_shard gathers weights past their counters of changes
+            invalidate(param)  # fully_shard gathers weights without raising version counters
             self.sharded = self.sharded or is_traceable_wrapper_subclass(param)
         super().register_parameter(name, taken(param, self._described))
 
     def __prepare_scriptable__(self) -> None:
-        """Refuse ``torch.jit.script`` in words."""
+        """Refuse ``torch.jit.script`` with an error that says what to use instead."""
         raise refusals.scripting(self._described())
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -368,7 +371,7 @@ class Fp8Linear(nn.Linear):
     __copy__ = shallow_copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Linear:
-        """Copy the layer, and of its siblings none that is not copied with it."""
+        """Copy the layer without its siblings; those copied in the same call share input again."""
         follow_original(self)
         twin: Fp8Linear = made_of_original(deepcopied(self, memo))
         if twin.shared is not None:
@@ -385,7 +388,7 @@ class Fp8Linear(nn.Linear):
             group.adopt(index, self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Show codes as bytes: plain pickle has no storage type for FP8."""
+        """Give codes as uint8: plain pickle has no storage type for FP8."""
         follow_original(self)
         state = {n: v for n, v in vars(self).items() if n not in ("replays", "_options")}
         state["shared"] = self.shared and (self.shared, self._index())
@@ -393,13 +396,13 @@ class Fp8Linear(nn.Linear):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        tell_libraries()
+        patch_libraries()
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.__dict__.pop("_tapes", None)  # of a file from before these had another name
+        self.__dict__.pop("_tapes", None)  # older files have recordings under this name
         self.replays, self._options = ReplayCache(), layer_options.options_of(self)
         self._parameters["weight"] = frozen(self.codes.detach().view(self.scheme.dtype))
         made_of_original(self)
-        if isinstance(self.shared, tuple):  # a file from before has the group itself
+        if isinstance(self.shared, tuple):  # older files have the SharedInput itself
             self._join_again(*self.shared)
 
     def _load_from_state_dict(
@@ -407,10 +410,10 @@ class Fp8Linear(nn.Linear):
     ) -> None:
         """Accept FP8 codes with scales, or a dense weight, which is quantized into place."""
         try:
-            # with assign=True the checkpoint's device wins, which matters for a layer on meta
+            # with assign=True the layer takes the checkpoint's device: it may be on meta now
             assign = local_metadata.get("assign_to_params_buffers", False)
             state_dict = quantized_entries(self, state_dict, prefix, assign)
         except (CheckpointError, TypeError, ValueError) as error:
-            rest[-1].append(str(error))  # the messages of errors
+            rest[-1].append(str(error))  # torch's list of error messages
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)

@@ -1,4 +1,4 @@
-"""The form in which MXFP8 layers and experts compute: as they are, or rebased."""
+"""The form (scheme) in which MXFP8 layers compute: with MX scales, or rebased to coarser ones."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _FORMS = {_ROW: (_ROW, _BLOCK), _BLOCK: (_BLOCK, _ROW), _ROW_WEIGHT_ONLY: (_ROW_
 
 
 def form_on(scheme: Scheme, capability: tuple[int, int] | None, experts: bool = False) -> Scheme:
-    """Return the scheme that layers of a scheme compute with on a device.
+    """Return the scheme with which layers of a scheme compute on a device.
 
-    Only plain ``MXFP8`` leaves a choice. The kernels of experts multiply MX on no device.
+    It differs for plain ``MXFP8`` alone. No kernel for experts multiplies MX, on any device.
     """
     if scheme != SCHEMES["MXFP8"] or (capability and capability >= MX_CORES and not experts):
         return scheme
@@ -30,10 +30,10 @@ def form_on(scheme: Scheme, capability: tuple[int, int] | None, experts: bool = 
 
 
 def named_form(scheme: Scheme, of_fp8: bool = False) -> Scheme | None:
-    """Return the form of MXFP8 layers that a scheme asks for; ``None`` leaves it to the device.
+    """Return the form of MXFP8 layers that a scheme names; ``None`` leaves it to the device.
 
-    With ``of_fp8``, FP8_DYNAMIC, FP8_BLOCK and FP8_WEIGHT_ONLY ask for the forms with their
-    numbers.
+    With ``of_fp8``, FP8_DYNAMIC, FP8_BLOCK and FP8_WEIGHT_ONLY name the forms of the same
+    granularities.
     """
     alike = (f for f in _FORMS if (f.weight, f.activation) == (scheme.weight, scheme.activation))
     if scheme in MX_FORMS.values():
@@ -44,11 +44,11 @@ def named_form(scheme: Scheme, of_fp8: bool = False) -> Scheme | None:
 def settle(
     layers: Mapping[str, Fp8Linear | ExpertTensors], form: Scheme | None = None
 ) -> list[str]:
-    """Give MXFP8 layers the form in which they compute, in place; ``form_note`` tells it of each.
+    """Bring MXFP8 layers into the form in which they compute, in place, and set ``form_note``.
 
-    Both stacks of a module of experts get the same form. Layers of others than plain ``MXFP8`` stay
-    as they are. ``form`` is one of ``MX_FORMS``, by default ``form_on`` their device. Gives a
-    sentence for each layer that did not get the wanted form, by name, with the reason.
+    Both stacks of a module of experts get the same form. Layers of other schemes than plain
+    ``MXFP8`` are not changed. ``form`` is one of ``MX_FORMS``, by default ``form_on`` their device.
+    Returns a sentence for each layer that did not get the wanted form: its name and the reason.
     """
     fallen = []
     for name, layer in layers.items():
@@ -65,7 +65,7 @@ def settle(
 
 
 def stored_weight(layer: Fp8Linear) -> QTensor:
-    """Return the weight of a layer as checkpoints hold it: a view, or the MX weight it was."""
+    """Return a layer's weight as checkpoints hold it: a view, or the MX weight before rebasing."""
     q = layer.quantized_weight()
     return restore(q, layer.weight_exponents.detach()) if layer.scheme.rebased else q
 
@@ -82,7 +82,7 @@ def _take_form(
 ) -> None:
     stored = [rebased_tensors(weight, name) for name, weight in found.items()]
     made = {key: frozen(tensor) for tensors in stored for key, tensor in tensors.items()}
-    layer._parameters.update(made)  # all at once, also where somebody interrupts it
+    layer._parameters.update(made)  # all at once: an interrupt must not leave half of them
     layer.scheme, layer.form_note = form, note
     if isinstance(layer, Fp8Linear):
         layer.replays = ReplayCache()
@@ -91,7 +91,7 @@ def _take_form(
 def _rebased(
     weights: Mapping[str, QTensor], wanted: Scheme
 ) -> tuple[Scheme, dict[str, Rebased], str]:
-    """Return the first form that keeps all weights, and what it changes or why it is no other."""
+    """Return the first form that keeps all weights, their tensors, and a note with the reason."""
     if wanted == _EMULATED:
         return wanted, {}, "as asked, activations are quantized to MX and products are emulated"
     if wanted == _WEIGHT_ONLY:

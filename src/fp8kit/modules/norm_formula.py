@@ -1,4 +1,4 @@
-"""What norms compute, as codes for the layers behind them."""
+"""Calls that compute a norm and quantize it for the layers behind it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fp8kit.runtime.replay_cache import Operands, ReplayCache
 
 @dataclass(frozen=True, slots=True)
 class NormFormula:
-    """What a norm computes: see ``fused/reference.py`` for the roundings.
+    """What a norm computes; its roundings are defined in ``fused/reference.py``.
 
-    ``kind`` is ``"rms_norm"``, to whose weight ``weight_offset`` is added, or ``"layer_norm"``, and
-    ``rounding`` is ``"stepwise"`` or ``"once"``.
+    ``kind`` is ``"rms_norm"`` or ``"layer_norm"``. ``weight_offset`` is added to the weight of an
+    RMS norm. ``rounding`` is ``"stepwise"`` or ``"once"``.
     """
 
     kind: str
@@ -29,12 +29,12 @@ class NormFormula:
     rounding: str = "stepwise"
 
     def codes(self, inputs: tuple[Tensor, ...], norm: nn.Module, scheme: Scheme) -> CodesCall:
-        """Return the call that norms ``x`` as the layers of a scheme read it.
+        """Return the call that norms ``x`` and quantizes it for layers of a scheme.
 
-        ``inputs`` are ``x [..., K]``; for an RMS norm also a residual like it, if it norms their
-        sum, which is another result; for a layer norm also scale and shift, if it is modulated.
-        ``norm`` holds the weight, and the bias of a layer norm. The call raises ``TypeError`` if
-        ``x`` is not a float tensor, and ``ValueError`` if the others do not fit it.
+        ``inputs`` are ``x [..., K]``, then optionally: for an RMS norm a residual like ``x`` (their
+        sum is normed, and is another result); for a layer norm scale and shift. ``norm`` holds the
+        weight, and the bias of a layer norm. The call raises ``TypeError`` if ``x`` is not a float
+        tensor, and ``ValueError`` if the other tensors do not fit it.
         """
         x, *others = inputs
         weight, bias = norm._parameters.get("weight"), norm._parameters.get("bias")
@@ -54,15 +54,15 @@ class NormFormula:
         return codes_call(operator, inputs, constants, how, scheme, norm_check)
 
     def normed(self, replays: ReplayCache, x: Tensor, norm: nn.Module) -> Tensor:
-        """Return the RMS norm of ``x`` itself.
+        """Return the RMS norm of ``x`` as a tensor, without quantizing it.
 
-        ``x`` has the columns of the weight, and rows that lie apart in two steps at most.
+        ``x`` has the columns of the weight, and at most two strides between rows (``plain_norm``).
         """
         settings = (self.eps, self.weight_offset, self.rounding)
         weight = norm._parameters["weight"]
         return replays.call(operators.RMS_NORMED, (x,), (weight,), settings)
 
     def takes(self, x: Tensor, norm: nn.Module) -> bool:
-        """Return whether the dtypes of input and weight are those the formula holds for."""
+        """Return whether the formula holds for the dtypes of input and weight."""
         weight = norm._parameters.get("weight")
         return self.kind == "layer_norm" or (weight is not None and x.dtype == weight.dtype)

@@ -1,4 +1,4 @@
-"""What an ``Fp8Linear`` takes beside plain tensors: codes, deferred and jagged ones, proxies."""
+"""Inputs of an ``Fp8Linear`` other than plain tensors: codes, deferred, jagged, ``fx`` proxies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHERS = (Proxy, QTensor, NestedTensor, Deferred)
 
 
 def of_others(layer: Fp8Linear, x: Any) -> Any:
-    """Multiply what is no plain tensor; of a proxy make one call in a ``torch.fx`` graph."""
+    """Apply a layer to an input that is no plain tensor; for a proxy, add one ``fx`` call node."""
     if isinstance(x, QTensor):
         return layer.multiply(row_codes(layer, x))
     if isinstance(x, Deferred):
@@ -35,7 +35,7 @@ def of_others(layer: Fp8Linear, x: Any) -> Any:
 
 
 def row_codes(layer: Fp8Linear, x: QTensor) -> RowCodes:
-    """Return an input that is quantized already as a layer multiplies it.
+    """Return an already quantized input as ``Fp8Linear.multiply`` takes it.
 
     Raises ``ValueError`` if granularity, codes, K or device are not those of the layer.
     """

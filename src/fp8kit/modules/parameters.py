@@ -1,4 +1,4 @@
-"""Parameters of layers, frozen but for some biases: made, moved without a cast, and pickled."""
+"""Parameters of FP8 layers: made frozen, moved without a cast, copied and pickled."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def frozen(tensor: Tensor) -> nn.Parameter:
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of what tensors hold, of sparse ones too, for which torch does not tell."""
+    """Return the bytes that tensors hold; sparse tensors count by their indices and values."""
     parts = ((t._indices(), t._values()) if t.is_sparse else (t,) for t in tensors)
     return sum(part.nbytes for held in parts for part in held)
 
 
 def any_trained(*layers: nn.Module | None) -> bool:
-    """Return whether a Parameter of these modules collects gradients now."""
+    """Return whether grad mode is on and a Parameter of these modules requires a gradient."""
     return torch.is_grad_enabled() and any(
         p.requires_grad for m in layers if m is not None for p in m.parameters()
     )
@@ -38,7 +38,7 @@ def any_trained(*layers: nn.Module | None) -> bool:
 def empty_tensors(
     shape: tuple[int, ...], scheme: Scheme, device: torch.device | str | None, name: str = "weight"
 ) -> dict[str, Tensor]:
-    """Make, uninitialized, the tensors by which a layer holds a weight ``[..., N, K]``, by name."""
+    """Make the uninitialized tensors that a layer holds for a weight ``[..., N, K]``, by name."""
     scales, kind = stack_scale_shape(shape, scheme.weight), scale_dtype(scheme.weight)
     found = {
         name: torch.empty(shape, dtype=scheme.dtype, device=device),
@@ -51,7 +51,7 @@ def empty_tensors(
 
 
 def moved(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
-    """Move a Parameter of codes or scales with ``fn``, which may cast what it takes for floats."""
+    """Move a Parameter of codes or scales with ``fn``, without the cast that ``fn`` may make."""
     size = parameter.element_size()
     if size not in _BYTES:
         raise UnsupportedError(
@@ -66,7 +66,7 @@ def moved(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Paramet
     view = out.view(parameter.dtype)
     if torch._has_compatible_shallow_copy_type(parameter.data, view):
         parameter.data = view  # the same Parameter object: optimizers and ties stay valid
-        invalidate(parameter)  # it may lie where the last one lay
+        invalidate(parameter)  # the new memory may have the address of the old
         return parameter
     return frozen(view)
 
@@ -74,11 +74,11 @@ def moved(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Paramet
 def apply_without_casts(
     module: nn.Module, names: Iterable[str], fn: Callable[[Tensor], Tensor], recurse: bool
 ) -> None:
-    """Apply a function to a module as ``.to()`` and ``.half()`` do, and only move some Parameters.
+    """Apply ``fn`` to a module as ``.to()`` and ``.half()`` do, but only move Parameters ``names``.
 
-    Those named keep their dtype; ``fn`` and ``recurse`` are what ``nn.Module._apply`` got.
+    These keep their dtype; ``fn`` and ``recurse`` are the arguments of ``nn.Module._apply``.
     """
-    # fn may cast every float tensor (.half()); shown as integers, codes and scales only move
+    # fn may cast every float tensor (.half()); codes and scales, viewed as integers, only move
     held = {name: module._parameters[name] for name in names if name in module._parameters}
     for name in held:
         module._parameters[name] = None
@@ -92,22 +92,22 @@ def apply_without_casts(
 
 
 def cast_dtype(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: Any) -> torch.dtype:
-    """Return the dtype that a function gives a tensor of a compute dtype, if it is one."""
+    """Return the compute dtype after ``fn``: the dtype it casts to, if that is a float dtype."""
     cast = fn(torch.empty(0, dtype=dtype, device=device)).dtype
     return cast if cast.is_floating_point else dtype
 
 
 def deepcopied(module: nn.Module, memo: dict[int, Any]) -> Any:
-    """Copy like any module, past ``__getstate__``: modules with one Parameter keep one."""
+    """Copy like any module, without ``__getstate__``: shared Parameters stay shared in the copy."""
     memo[id(module)] = twin = type(module).__new__(type(module))
     twin.__dict__.update(copy.deepcopy(module.__dict__, memo))
     return twin
 
 
 def shallow_copied(layer: nn.Module) -> Any:
-    """Copy like any module, past ``__getstate__``: an ``Fp8Linear`` and its copy hold the same.
+    """Copy like any module, without ``__getstate__``: both layers hold the same Parameters.
 
-    The copy is none of the siblings that share an input, and records its own calls.
+    The copy is no member of the siblings that share an input, and records its own calls.
     """
     twin = type(layer).__new__(type(layer))
     twin.__dict__.update(layer.__dict__, shared=None, place="", replays=ReplayCache())
@@ -115,7 +115,7 @@ def shallow_copied(layer: nn.Module) -> Any:
 
 
 def as_bytes(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Show codes as bytes: plain pickle has no storage type for FP8."""
+    """Return Parameters with codes as uint8: plain pickle has no storage type for FP8."""
     return {
         name: frozen(p.detach().view(torch.uint8))
         if p is not None and p.dtype in FP8_FORMATS

@@ -1,7 +1,7 @@
-"""What the first of sibling layers leaves for the others: their results, or codes to multiply.
+"""What the first sibling's call leaves for the other siblings: their results, or shared codes.
 
-It is taken by the call that it waits for, with the same input and in the same state of all that it
-depends on; any other call computes for itself.
+A sibling takes it if called with the same input object while everything that the result depends on
+is unchanged. Any other call computes for itself.
 """
 
 from __future__ import annotations
@@ -10,48 +10,64 @@ import functools
 import math
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fp8kit.modules.linear import Fp8Linear
+from fp8kit.errors import UnsupportedError
 from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime.replay_cache import is_traced
 from fp8kit.runtime.weight_hazards import version
 
-# what torch does not declare for type checkers
+if TYPE_CHECKING:
+    from fp8kit.modules.linear import Fp8Linear
+
 _autocast, _grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 
 State = tuple[object, ...]
 Results = dict[int, tuple[Tensor | None, State]]
-OFFERED: State = ()  # of a layer whose input was never written: it takes what is there
+OFFERED: State = ()  # no state to compare: the input was never written, only the codes are there
 
 
 @dataclass(slots=True)
 class Pending:
-    """What the first sibling left: results by layer, or codes that each still multiplies."""
+    """What the first sibling left: a result for each layer by id, or codes for all to multiply."""
 
     x: Tensor
-    state: State | None  # not asked of a stand-in, which only known code has
+    state: State | None  # of x; None for a stand-in, which only known code sees
     results: Results
     codes: RowCodes | None = None
-    values: Tensor | None = None  # of an input in host memory, where NumPy writes uncounted
-    stream: int = 0  # in which what is offered was made
+    values: Tensor | None = None  # a copy of x in host memory, where NumPy's writes go uncounted
+    stream: int = 0  # on which the results or codes were computed
 
 
 class Waiting(threading.local):
-    """What waits in one thread: calls of others between two siblings must not take it away."""
+    """The pending results of one thread: calls in other threads must not take or replace them."""
 
     pending: Pending | None = None
 
 
-def not_written(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return what stands for a tensor that is not written: layers are called with it instead."""
+def make_stand_in(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a stand-in for an unwritten tensor, with which layers are called: an expanded NaN."""
     make = _kept_nan.__wrapped__ if is_traced() else _kept_nan  # a mode may make fake tensors
     nan: Tensor = make(device, dtype)
     return nan.expand(shape)
+
+
+def check_written(x: Tensor) -> None:
+    """Raise an ``UnsupportedError`` if a layer got a stand-in without its codes."""
+    if x.is_meta or any(x.stride()) or not x.dim() or is_traced():
+        return
+    if _address(x) == _kept_nan(x.device, x.dtype).data_ptr():
+        raise UnsupportedError(
+            "A layer got what stands for the result of a fused norm.",
+            "Such a norm writes codes, which wait for the layers that read it when the model was "
+            "converted, until the model is called again.",
+            "Convert once each norm is where it will be, or with fuse='inputs'; and let no hook "
+            "call the model from inside its own forward.",
+        )
 
 
 @functools.cache
@@ -60,7 +76,7 @@ def _kept_nan(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def input_state(x: Tensor) -> State:
-    """Return what an input's results depend on beside the object: its writes, and torch's modes."""
+    """Return what results of an input depend on besides its identity: writes and torch's modes."""
     dtype = None
     if _autocast() and not x.is_meta and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -69,13 +85,13 @@ def input_state(x: Tensor) -> State:
 
 def _address(x: Tensor) -> int:
     try:
-        return x.data_ptr() if type(x) is Tensor else 0  # a fake one has no data
-    except RuntimeError:  # nor has one of a transform
+        return x.data_ptr() if type(x) is Tensor else 0  # fake tensors have no data
+    except RuntimeError:  # nor have tensors inside a transform
         return 0
 
 
 def stream_of(x: Tensor) -> int:
-    """Return where work goes now; for a sibling in another stream no result is there yet."""
+    """Return the current stream: on another one, a sibling's result may not be complete."""
     try:
         return _current_stream(x.get_device()) if x.is_cuda else 0
     except RuntimeError:  # a fake tensor may be on a device that is not there
@@ -83,14 +99,14 @@ def stream_of(x: Tensor) -> int:
 
 
 def keep_for(stream: int, pending: Pending, *held: Tensor) -> None:
-    """Keep memory of what waits while a stream reads it that has not made it."""
+    """Keep the memory of pending tensors while a stream other than their own reads them."""
     if stream != pending.stream:
         for tensor in held:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def weight_state(member: Fp8Linear, stream: int) -> State:
-    """Return what a layer's result depends on beside its input; writes count by versions."""
+    """Return what a layer's result depends on besides its input; writes show by versions."""
     grad = _grad_enabled()
     facts: list[object] = [member.options(), member.scale_ub, stream]
     for t in (*member._parameters.values(), *member._buffers.values()):

@@ -1,4 +1,4 @@
-"""RMS norms in one launch, for whoever reads their result."""
+"""RMS norms computed in one launch; they return a tensor, not codes, so any code may read it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class NormForward(OwnForward):
     formula: NormFormula
 
     def takes(self, module: nn.Module, x: Tensor, *others: Any) -> bool:
-        """Return whether ``x`` has the columns of the weight, in an order that results keep."""
+        """Return whether the formula holds for ``x``, and its rows have at most two strides."""
         weight = module._parameters["weight"]  # functional_call puts a plain tensor here
         assert weight is not None
         known = not others and x.dim() > 0 and x.shape[-1:] == weight.shape and _folds(x)
@@ -30,7 +30,7 @@ class NormForward(OwnForward):
 
 
 def _folds(x: Tensor) -> bool:
-    """Return whether rows lie in order, in two steps: of the last dimension of rows, and before."""
+    """Return whether rows are in memory order, and all dimensions before the last of rows merge."""
     if x.is_contiguous():
         return True
     lead = [(n, step) for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n != 1]

@@ -1,4 +1,4 @@
-"""Errors for what torch may request of an FP8 layer and cannot get."""
+"""Errors for features of torch that FP8 layers do not support."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fp8kit.errors import UnsupportedError
 
 
 def scripting(layer: str) -> UnsupportedError:
-    """Return why ``torch.jit.script`` cannot compile a layer, which is named."""
+    """Return the error that ``torch.jit.script`` cannot compile ``layer``, a description."""
     return UnsupportedError(
         f"torch.jit.script was called with {layer} inside.",
         "An FP8 layer chooses its kernel in Python, which TorchScript cannot compile.",
@@ -15,7 +15,7 @@ def scripting(layer: str) -> UnsupportedError:
 
 
 def tensor_parallel(layer: str) -> UnsupportedError:
-    """Return why torch's tensor parallelism cannot split a layer, which is named."""
+    """Return the error that torch's tensor parallelism cannot split ``layer``, a description."""
     return UnsupportedError(
         f"torch's tensor parallelism was requested for {layer}.",
         "Its styles split each parameter alike; codes and scales split differently.",

@@ -1,8 +1,8 @@
 """Attention of Transformers whose rotary embedding is one launch.
 
-The embedding is a function in the module of a model's code, which its attention's ``forward`` calls
-by name. An attention keeps its class, and gets a copy of that ``forward`` in which the name stands
-for ours: nothing that other models see is changed. Other names stay those of the model's code.
+The embedding is a global function in a model's Python file, which the attention's ``forward`` calls
+by name. An attention keeps its class, and gets a copy of that ``forward`` with globals of its own:
+this one name is bound to our function, and all others are looked up in the file's, unchanged.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ FUNCTION = "apply_rotary_pos_emb"
 
 
 class RotaryForward(ModuleForward, ClassForward):
-    """The ``forward`` of an attention that calls ``apply_rotary_pos_emb``."""
+    """A ``forward`` for an attention whose class calls ``apply_rotary_pos_emb``."""
 
     _fused: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the class computes."""
         module = self._ref() or self.module
-        if torch.compiler.is_compiling():  # a compiler fuses the embedding with what is around it
+        if torch.compiler.is_compiling():  # a compiler fuses the embedding with its neighbours
             return type(module).forward(module, *args, **kwargs)
         return self._copied(module)(module, *args, **kwargs)
 
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Sequence[Tensor]:
-        """Rotate heads as ``forward`` does; arguments as of ``reference.rotated``."""
+        """Rotate heads as ``forward`` does; arguments are those of ``reference.rotated``."""
         rotary = _innermost(self._copied(self.module)).__globals__.get(FUNCTION)
         return (q, k) if rotary is None else rotary(q, k, cos, sin)
 
     def _copied(self, module: nn.Module) -> Any:
         own = type(module).forward
-        if self._fused is None or self.code is not own:  # somebody has changed the class
-            self._fused, self.code = _with_rotary(own), own  # in this order: threads may share it
+        if self._fused is None or self.code is not own:  # new, or the class's forward was changed
+            self._fused, self.code = _with_rotary(own), own  # in this order, for other threads
         return self._fused
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the function that is made here, which has no name."""
+        """Leave out the copied function, which pickle cannot find by name."""
         return {n: v for n, v in super().__getstate__().items() if n != "_fused"}
 
 
 class _Rotary:
-    """Stands for a model's ``apply_rotary_pos_emb``, and calls it for what our kernel cannot.
+    """Replaces a model's ``apply_rotary_pos_emb``, and calls it where our kernel does not apply.
 
-    ``names`` are those of the model's code, where somebody may put another function at any time.
+    ``names`` are the globals of the model's module, where other code may rebind the function.
     """
 
     def __init__(self, names: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ class _Rotary:
 
 
 class _Names(dict[str, Any]):
-    """Names of a module's code, ``outer``, of which one stands for ours."""
+    """Globals for the copied function: ours for one name, ``outer`` for all others."""
 
     outer: dict[str, Any]
 
@@ -84,7 +84,7 @@ class _Names(dict[str, Any]):
 
 
 def calls_rotary(forward: object) -> bool:
-    """Return whether a function calls an ``apply_rotary_pos_emb`` that our kernel can stand for."""
+    """Return whether a function calls an ``apply_rotary_pos_emb`` that our kernel can replace."""
     inner = _innermost(forward)
     if not isinstance(inner, types.FunctionType) or FUNCTION not in inner.__code__.co_names:
         return False
@@ -92,15 +92,15 @@ def calls_rotary(forward: object) -> bool:
 
 
 def _innermost(forward: Any) -> Any:
-    """Return the function inside of decorators, such as one that renames arguments."""
+    """Return the function inside decorators, such as one that renames arguments."""
     while (inner := _decorated(forward)) is not None:
         forward = inner
     return forward
 
 
 def _decorated(function: Any) -> Any:
-    """Return what a function of a decorator calls, ``None`` if nothing is known to be that."""
-    if hasattr(function, "_torchdynamo_orig_callable"):  # compiled code has names of its own
+    """Return the function that a decorator's wrapper calls; ``None`` if it is not known."""
+    if hasattr(function, "_torchdynamo_orig_callable"):  # compiled code has its own globals
         return None
     inner = getattr(function, "__wrapped__", None)
     cells = getattr(function, "__closure__", None) or ()
@@ -110,13 +110,13 @@ def _decorated(function: Any) -> Any:
 def _holds(cell: types.CellType, value: object) -> bool:
     try:
         return cell.cell_contents is value
-    except ValueError:  # nothing yet
+    except ValueError:  # the cell is empty
         return False
 
 
 @functools.cache
 def _rotates(function: Any) -> bool:
-    """Try whether a function rotates heads as ``reference.rotated`` does, to the bit."""
+    """Try whether a function rotates heads bit-equal to ``reference.rotated``."""
     random = torch.Generator().manual_seed(0)
     try:
         with on_trial():
@@ -126,13 +126,13 @@ def _rotates(function: Any) -> bool:
                 pairs = zip(function(*given), reference.rotated(*given), strict=True)
                 if not all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs):
                     return False
-    except Exception:  # it wants other arguments, or a GPU
+    except Exception:  # it takes other arguments, or needs a GPU
         return False
     return True
 
 
 def _with_rotary(forward: Any) -> Callable[..., Any]:
-    """Copy a function, with our rotary embedding under the name of the model's."""
+    """Copy a function, with ``apply_rotary_pos_emb`` bound to our rotary embedding."""
     if not calls_rotary(forward):
         return forward
     inner = _decorated(forward)
@@ -143,7 +143,7 @@ def _with_rotary(forward: Any) -> Callable[..., Any]:
         vars(made).update(vars(forward), __wrapped__=ours.cell_contents)
         return made
     outer = forward.__globals__
-    # Python itself reads names such as that of the package past ``__missing__``
+    # Python reads __package__, __builtins__ and the like without calling __missing__
     names = _Names({name: outer[name] for name in outer if name.startswith("__")})
     names.outer, names[FUNCTION] = outer, _Rotary(outer)
     return _copy(forward, names, forward.__closure__)
@@ -158,7 +158,7 @@ def _copy(function: Any, names: dict[str, Any], cells: Any) -> Callable[..., Any
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Return whether these are heads on a GPU, with angles of each token for all of them."""
+    """Return whether ``q`` and ``k`` are heads on a GPU, and all heads share a token's angles."""
     fusible = q.device.type in fused_producers.FUSED_DEVICES
     if not fusible or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3:
         return False

@@ -1,16 +1,16 @@
 """Layers that read the same tensor: quantize it once, and multiply once where that is faster.
 
-Sibling layers (q/k/v, gate/up) are called one after another with the same tensor. With few rows the
-first call multiplies the joined weights, and the others return their columns of that result. With
-many rows it only shares the codes, and each layer multiplies its own weight into a contiguous
-result: one wide GEMM saves nothing there, and its slices slow down whatever reads them. A call with
-any other tensor, or in any other order, computes that layer alone, so a wrong guess about siblings
-costs time, never correctness. With gradients every layer computes alone. What no version counter
-shows (writes through ``.data``, NumPy, a kernel of one's own) is noticed of inputs in host memory,
-by comparing them, and not of inputs on a device, weights and biases, until the first sibling is
-called again. Under ``torch.compile`` the same holds where the calling code is known not to change
-their input, and the rows of a graph are known to be few; a graph of any number of rows shares
-codes.
+Siblings are layers that the model calls one after another with the same tensor (q/k/v, gate/up).
+With few rows the first call multiplies the joined weights, and the others return their columns of
+that result. With many rows the first call only shares the codes, and each layer multiplies its own
+weight into a contiguous result: one wide GEMM saves nothing there, and its slices slow down their
+readers. A call with any other tensor, or in any other order, computes that layer alone, so a wrong
+guess about siblings costs time, never correctness. With gradients every layer computes alone.
+Writes that no version counter shows (through ``.data``, NumPy, a custom kernel) are noticed in
+inputs in host memory, by comparing values. In inputs on a device, weights and biases they stay
+unnoticed until the first sibling is called again. Under ``torch.compile`` siblings share only if
+the calling code is known not to change their input; they multiply joined weights if the graph's row
+count is known to be small, and share codes otherwise.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from fp8kit.modules.pending import (
     Pending,
     Results,
     Waiting,
+    check_written,
     input_state,
     keep_for,
     stream_of,
@@ -53,24 +54,24 @@ from fp8kit.runtime.replay_cache import (
 )
 from fp8kit.runtime.weight_hazards import invalidate, join
 
-_JOINED_DEVICES = ("cpu", "cuda")  # where memory changes hands by DLPack, both ways
-# what torch does not declare for type checkers
-_dlpack: Any = dlpack
+_JOINED_DEVICES = ("cpu", "cuda")  # where DLPack both exports and imports memory
+_dlpack: Any = dlpack  # Any: torch has no type declarations for it
 
 
 class SharedInput:
     """A group of layers with one input; each member holds it as ``layer.shared``.
 
-    While the members' weights lie one behind the other in one allocation, the group multiplies them
-    as one matrix. They are moved there on first use and again after a device move, but not once a
-    CUDA graph was captured of the group: its replays read weights where they were. Each member's
-    part is a storage of its own, so that nothing that looks for shared storage takes siblings for
-    tied weights. The members own the allocation, and hold the group, which only knows where these
-    are: a cycle would keep a model's memory until Python looks for it. ``members`` have equal K,
-    scheme and options, in the order they are called. With ``unchanging`` the code that calls them
-    is known not to change their input in between and to take results in any strides; otherwise
-    results are made contiguous, and inference tensors, which do not count their changes, are not
-    shared.
+    The group multiplies the members' weights as one matrix while they are adjacent in one
+    allocation. It moves them there on first use and again after a device move, but never after a
+    CUDA graph has captured the group: replays of the graph read the weights where they were. Each
+    member's part is a storage of its own, so code that looks for shared storage does not take
+    siblings for tied weights. The members own the allocation and hold the group. The group refers
+    to them weakly: a reference cycle would keep a model's memory until Python's garbage collection.
+
+    ``members`` have equal K, scheme and options, in the order of their calls. ``unchanging`` says
+    that the calling code is known not to change their input in between, and to take results of any
+    strides. Otherwise results are made contiguous, and inference tensors, whose changes torch does
+    not count, are not shared.
     """
 
     def __init__(self, members: Sequence[Fp8Linear], unchanging: bool = False) -> None:
@@ -85,12 +86,12 @@ class SharedInput:
 
     @property
     def first(self) -> Fp8Linear:
-        """The layer that is called first, while it is still there."""
+        """The layer that is called first; ``None`` once it is freed."""
         return self._refs[0]()  # type: ignore[return-value]
 
     @property
     def members(self) -> list[Fp8Linear]:
-        """The layers of the group that are still there."""
+        """The layers of the group that are not freed, in the order of their calls."""
         return [member for ref in self._refs if (member := ref()) is not None]
 
     @property
@@ -102,13 +103,13 @@ class SharedInput:
         self._local.pending = pending
 
     def __call__(self, member: Fp8Linear, x: Tensor) -> Tensor:
-        """Give the result of one member for ``x``, computing its siblings' along with the first."""
+        """Return one member's result for ``x``; the first member's call prepares its siblings'."""
         waiting = self._take(member, x)
         if waiting is not None:
             return waiting
         counted = self.unchanging or (isinstance(x, Tensor) and not x.is_inference())
         leads = self._refs[0]() is member and counted
-        # a trace would keep the rows of this input for all inputs
+        # torch.jit.trace would bake the row count of this input into the trace
         members = self.members if leads and not jit_tracing() else []
         leads = bool(members) and not any(map(arrives_with_its_call, members))
         if leads:
@@ -116,6 +117,7 @@ class SharedInput:
             if y is not None:
                 return self._keep(x, y, members)
         member.check_input(x)
+        check_written(x)
         self._watch_capture(x)
         if not leads or is_transformed() or self._trained(x) or not self._alike():
             return member.compute(x)
@@ -125,19 +127,19 @@ class SharedInput:
         return self._keep(x, self._multiply(operators.LINEAR, (x,), member.options()), members)
 
     def __getstate__(self) -> tuple[int, bool]:
-        """Copy and pickle no member: each brings itself (``adopt``), and none brings the others."""
+        """Copy and pickle no member: each one that is copied or loaded calls ``adopt`` itself."""
         return len(self.members), self.unchanging
 
     def __setstate__(self, state: tuple[int | tuple[Fp8Linear, ...], bool]) -> None:
-        """Undo ``__getstate__``, also of a file from before, which has the members."""
+        """Undo ``__getstate__``; files of older versions have the members in place of a count."""
         members, self.unchanging = state
         self._refs = tuple(map(weakref.ref, members)) if isinstance(members, tuple) else ()
         self._arriving = {} if isinstance(members, tuple) else dict.fromkeys(range(members))
         self._forget()
 
     def adopt(self, index: int, member: Fp8Linear) -> None:
-        """Take a member that was copied or loaded; they share again once all of them are here."""
-        if index not in self._arriving:  # a copy of one member of a group that is whole
+        """Take a member that was copied or loaded; members share again once all have arrived."""
+        if index not in self._arriving:  # this group is complete: a single member was copied
             return
         self._arriving[index] = member
         arrived = [m for m in self._arriving.values() if m is not None]
@@ -150,7 +152,7 @@ class SharedInput:
         self._captured = False
 
     def _take(self, member: Fp8Linear, x: Tensor) -> Tensor | None:
-        """Hand out a result that waits for exactly this call; nothing may have changed since."""
+        """Return the result that waits for this call; ``None`` if an operand has changed since."""
         pending = self._pending
         if pending is None or pending.x is not x:
             return None
@@ -168,24 +170,24 @@ class SharedInput:
             return result
         if codes is None or (changed and result is None):
             return None
-        # offered: the input was never written, so that nothing else can be computed from it
+        # codes of a producer are used even if the weight changed: their input was never written
         keep_for(stream, pending, *codes.inputs)
         member.check_input(x)
         self._watch_capture(codes.data)
         return member.multiply(codes)
 
     def offer(self, stand_in: Tensor, codes: RowCodes) -> None:
-        """Take codes that were made elsewhere; members called with ``stand_in`` multiply them.
+        """Keep codes for members that are called with ``stand_in``, which multiply them.
 
-        ``stand_in`` is the tensor object that they will be called with; its values are not read.
+        ``stand_in`` is recognised as an object; its values are not read.
         """
         everyone: Results = {id(m): (None, OFFERED) for m in self.members}
         self._pending = Pending(stand_in, None, everyone, codes, stream=stream_of(stand_in))
 
     def produce(self, stand_in: Tensor, replays: ReplayCache, call: CodesCall) -> list[Tensor]:
-        """Offer what a call makes of an input that ``stand_in`` stands for; give the other results.
+        """Run a call, keep its codes for calls with ``stand_in``, and return its other results.
 
-        With few rows those are products already: one recording holds the call and the product.
+        With few rows the members' products are kept instead: one recording has call and product.
         """
         found = self.multiply(call)
         if found is None:
@@ -200,10 +202,10 @@ class SharedInput:
         return others
 
     def multiply(self, call: CodesCall, last: Fp8Linear | None = None) -> list[Tensor] | None:
-        """Multiply codes of a call by the joined weights, in one recording; add its other results.
+        """Return a call's codes times the joined weights, then its other results: one recording.
 
-        A call that does that itself makes codes for the ``last`` layer. ``None`` where rows are
-        many, or the weights cannot be joined.
+        With ``last``, the call includes the joined product and makes codes for the ``last`` layer,
+        whose product is returned. ``None`` with many rows, or if the weights cannot be joined.
         """
         members = self.members
         if call.shape.numel() > MOST_JOINED_ROWS * call.shape[-1]:
@@ -235,7 +237,7 @@ class SharedInput:
     def _copied(self, x: Tensor) -> Tensor | None:
         host = type(x) is Tensor and x.device.type == "cpu" and not is_traced()
         if not host or (self.unchanging and not is_watched(*self.members)):
-            return None  # hooks run between the calls of code that is known, too
+            return None  # with hooks a copy is kept: they run even between calls of known code
         return x.clone()
 
     def _trained(self, x: Tensor) -> bool:
@@ -247,21 +249,21 @@ class SharedInput:
         return can_share(members[0].scheme) and are_alike(members)
 
     def joined_in_graph(self, x: Tensor) -> tuple[tuple[Any, ...], ...] | None:
-        """Return what a graph multiplies as one matrix, ``None`` where rows may be many."""
+        """Return each member's operands, to be joined in a graph; ``None`` if rows may be many."""
         from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
 
         few = statically_known_true(x.numel() <= MOST_JOINED_ROWS * x.shape[-1])
         if not few or not self._may_join_in_graph():
             return None
-        members = [ref() for ref in self._refs]  # traced, unlike the property
+        members = [ref() for ref in self._refs]  # the compiler traces this, but not the property
         return tuple([member.operands() for member in members if member is not None])
 
     @constant_in_graphs
     def _may_join_in_graph(self) -> bool:
-        """Return whether the weights can be one matrix, and put them together.
+        """Return whether the weights can be one matrix, and move them together if so.
 
-        Asked while the graph is traced. Where the weights are later, the operator finds out by
-        itself, and what else may change is guarded.
+        Called while a graph is traced. The operator in the graph looks up where the weights are at
+        each run; guards of the graph cover whatever else may change.
         """
         if any_trained(*self.members) or is_watched(*self.members):
             return False
@@ -272,10 +274,10 @@ class SharedInput:
         return True
 
     def _joins(self) -> bool:
-        """Return whether this call may multiply the joined weights, and move them if it has to.
+        """Return whether this call may multiply the joined weights, and move them if necessary.
 
-        What a mode, tracer or transform makes of them is no place for weights, and what a graph has
-        captured stays where it is: replays read it there.
+        Under a mode, tracer or transform it may not: weights must not move into tensors of theirs.
+        Weights that a CUDA graph has captured are not moved: its replays read them in place.
         """
         weight = self.members[0].codes
         if is_traced() or weight.device.type not in _JOINED_DEVICES:
@@ -286,20 +288,20 @@ class SharedInput:
         return not self._captured or all(together)
 
     def _watch_capture(self, x: Tensor) -> None:
-        """Remember that a graph was captured: its replays read weights where they are now."""
+        """Remember that a CUDA graph is capturing: its replays read weights where they are now."""
         if self._captured or not x.is_cuda or is_traced():
             return
         if torch.cuda.is_current_stream_capturing():
             self._captured = True
 
     def _split(self, y: Tensor, members: Sequence[Fp8Linear]) -> tuple[Tensor, ...]:
-        # half the time of torch.split, and no views: callers may change their part in place
+        # takes half the time of torch.split; parts are no views, so callers may write to them
         sizes = [m.out_features for m in members]
         parts: tuple[Tensor, ...] = y.unsafe_split_with_sizes(sizes, -1)
         return parts if self.unchanging else tuple(p.contiguous() for p in parts)
 
     def _keep(self, x: Tensor, y: Tensor, members: Sequence[Fp8Linear]) -> Tensor:
-        """Give the first member's part of a joined result, and keep the others' for their calls."""
+        """Return the first member's part of a joined result; keep the others for their calls."""
         first, *rest = self._split(y, members)
         stream = stream_of(x)
         results: Results = {
@@ -318,7 +320,7 @@ class SharedInput:
         before: Operands = (),
         after: Operands = (),
     ) -> Any:
-        """Repeat an earlier joined product; arguments as of ``_multiply``."""
+        """Replay an earlier joined product, or return ``None``; arguments as in ``_multiply``."""
         first, *others = members
         same, bound = first.options(), first.scale_ub
         for m in others:
@@ -334,12 +336,13 @@ class SharedInput:
         before: Operands = (),
         after: Operands = (),
     ) -> Any:
-        """Multiply an input, or codes that a call makes of one, by the joined weights.
+        """Multiply an input, or the codes that a call makes of it, by the joined weights.
 
-        The joined weight is another tensor at every call, and shares a counter of changes with its
-        first part alone. So it is the parts whose state counts. Options are those for the first
-        member; constants ``before`` the weight are those of what makes codes, and those ``after``
-        it of what reads the product.
+        The joined weight is a new tensor object at every call, and shares its version counter with
+        its first part alone. So the recording is guarded by the parts, not by the whole.
+
+        ``options`` are those for the first member. ``before`` and ``after`` are the constants
+        around the joined weight: of what makes the codes, and of the layer behind the product.
         """
         weight = join(self._joined("weight"), [m.codes for m in self.members])
         bias = None if self.members[0].bias is None else self._joined("bias")
@@ -352,9 +355,9 @@ class SharedInput:
         return self.replays.run(operator, inputs, constants, options, guarded)
 
     def _joined(self, name: str) -> Tensor:
-        """Return what the members hold under a name as one tensor, moving it there if it has to."""
+        """Return the members' tensors of a name as one; move them together if necessary."""
         parts = self._parts(name)
-        # changes of parts that are counted stay counted, whatever the mode of this call
+        # parts whose changes torch counts stay counted, even if this call is in inference mode
         with torch.inference_mode(parts[0].is_inference()):
             found = as_one(parts)
             if found is not None:
@@ -364,21 +367,21 @@ class SharedInput:
             homes = torch.split(whole, [b.shape[0] for b in bits])
             for part, home in zip(parts, homes, strict=True):
                 part.data = _with_own_storage(home).view(part.dtype)
-                invalidate(part)  # written just now, maybe where it was waited for before
+                invalidate(part)  # written just now, at an address that an old mark may call safe
             return whole.view(parts[0].dtype)
 
     def _names(self) -> list[str]:
-        """Return the names of what a product takes of a member; all have a bias or none has."""
+        """Return the names of a member's tensors that a product reads; a bias in all or none."""
         bias = [] if self.members[0].bias is None else ["bias"]
         return ["weight", "weight_scale", *bias]
 
     def _parts(self, name: str) -> list[Tensor]:
-        """Return what the members hold under a name, which each of them holds."""
+        """Return the tensor of a name of each member; every member holds it."""
         return [m.codes if name == "weight" else getattr(m, name) for m in self.members]
 
 
 def _held(members: Sequence[Fp8Linear]) -> list[Tensor | None]:
-    """Return what layers hold, which a recording of their joined product depends on."""
+    """Return the operands of layers, on which a recording of their joined product depends."""
     held: list[Tensor | None] = []
     for m in members:
         held += m.operands()
@@ -386,5 +389,5 @@ def _held(members: Sequence[Fp8Linear]) -> list[Tensor | None]:
 
 
 def _with_own_storage(part: Tensor) -> Tensor:
-    """Give a contiguous part of a tensor as a storage of its own, which keeps the memory alive."""
+    """Return a contiguous part with its own storage, which keeps the whole allocation alive."""
     return _dlpack.from_dlpack(_dlpack.to_dlpack(part))

@@ -1,8 +1,8 @@
-"""FP8 experts of other libraries: a subclass for each of their classes, with the same names.
+"""FP8 experts of other libraries: a subclass of each of their classes, made when needed.
 
 A module of experts becomes FP8 in place. It keeps its class (as a base class), its Parameter names,
-its activation and all other attributes; codes ``[E, N, K]`` replace the dense stacks, with scales
-beside them, and ``forward`` computes with these.
+its activation and all other attributes. Codes ``[E, N, K]`` replace the dense stacks, their scales
+are added, and ``forward`` computes with both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.modules.expert_tensors import FROZEN_KINDS, ExpertStacks, ExpertTensors, codes_shape
 from fp8kit.modules.hooks import is_watched
-from fp8kit.modules.libraries import tell_libraries
+from fp8kit.modules.libraries import patch_libraries
 from fp8kit.modules.own_forward import settings
 from fp8kit.modules.parameters import empty_tensors, frozen
 from fp8kit.moe.functional import experts as run_experts
@@ -30,14 +30,14 @@ Gate = Callable[[Tensor], Tensor]
 
 
 class StackedExperts(ExpertTensors):
-    """What FP8 experts of other libraries do whatever their class; see ``ExpertStacks``."""
+    """The common part of FP8 forms of other libraries' classes; see ``ExpertStacks``."""
 
     dense_class: type[nn.Module]
-    settled: frozenset[str] = frozenset()  # attributes by which the class was tried
+    settled: frozenset[str] = frozenset()  # attributes whose values conversion has relied on
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse what the dense class would compute otherwise by, and this does not see."""
-        known = name not in self.settled or hasattr(self, "_is_replica")  # it gets copies of all
+        """Refuse to change a setting that the dense class may read and this one ignores."""
+        known = name not in self.settled or hasattr(self, "_is_replica")  # replicas get copies
         if not known and (old := getattr(self, name)) is not value and old != value:
             raise AttributeError(
                 teach(
@@ -49,7 +49,7 @@ class StackedExperts(ExpertTensors):
         super().__setattr__(name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute what the dense class computes from the arguments that it takes."""
+        """Compute what the dense class computes, from the same arguments."""
         given = self._given(args, kwargs)
         x = given[0]
         rows = x.reshape(-1, x.shape[-1])
@@ -62,7 +62,7 @@ class StackedExperts(ExpertTensors):
         if self.stacks.activation is None or self._is_gate_watched():
             y = self._in_two_products(rows, ids, weights)
         else:
-            # models are trained whole, with requires_grad on all that they hold
+            # trainers may set requires_grad on every Parameter, codes included
             frozen = not torch.is_grad_enabled() or not self.codes(self.stacks.down).requires_grad
             w13, w2 = map(self.operand if frozen else self.quantized, self.stacks.names)
             y = run_experts(
@@ -71,7 +71,7 @@ class StackedExperts(ExpertTensors):
         return y.reshape(x.shape)
 
     def to_dense(self, dtype: torch.dtype | None = None) -> None:
-        """Become the dense class again, in place: with kept weights, else with decoded ones."""
+        """Become the dense class again, in place, with the kept weights or else decoded ones."""
         for name in self.stacks.names:
             q, kept = self.quantized(name), self.originals.get(name)
             if kept is None:
@@ -89,7 +89,7 @@ class StackedExperts(ExpertTensors):
         self.__class__ = cast(Any, self.dense_class)
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Return the arguments of a call in the order of the dense class; refuse any more."""
+        """Return the arguments of a call in the order of the dense class; refuse further ones."""
         count = 1 if self.stacks.call == "sorted" else 3
         if len(args) == count and not kwargs:
             return args
@@ -132,12 +132,12 @@ class StackedExperts(ExpertTensors):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Name the dense class to pickle, which can import no class that is made here."""
+        """Pickle by the dense class: pickle cannot import the FP8 class, which is made here."""
         return _blank, (self.dense_class,), self.__getstate__()
 
 
 def held_tensors(module: nn.Module, stacks: ExpertStacks, scheme: Scheme) -> dict[str, Tensor]:
-    """Return the tensors that a module of experts would hold, on meta, and its biases."""
+    """Return the tensors that an FP8 form of a module of experts would hold, stacks on meta."""
     found = dict(module.state_dict(keep_vars=True))
     for name in stacks.names:
         shape = tuple(module.get_parameter(name).shape)
@@ -151,9 +151,9 @@ def held_tensors(module: nn.Module, stacks: ExpertStacks, scheme: Scheme) -> dic
 def empty_experts(
     module: nn.Module, stacks: ExpertStacks, scheme: Scheme, dtype: torch.dtype
 ) -> None:
-    """Turn a module of experts into an FP8 one that holds nothing yet: on meta, in place.
+    """Turn a module of experts into an FP8 one in place, with codes and scales on meta.
 
-    ``dtype`` is the high precision that they stand for.
+    ``dtype`` is the compute dtype, that of the dense experts.
     """
     found = held_tensors(module, stacks, scheme)
     for name in stacks.names:
@@ -166,7 +166,7 @@ def empty_experts(
 def convert_experts(
     module: nn.Module, stacks: ExpertStacks, scheme: Scheme, weight_storage: str = "discard"
 ) -> StackedExperts:
-    """Turn a module of experts into an FP8 one in place; each dense stack goes once it is codes."""
+    """Turn a module of experts into an FP8 one in place, replacing one dense stack at a time."""
     dtype, kept = module.get_parameter(stacks.down).dtype, {}
     for name in stacks.names:
         dense = module.get_parameter(name).detach()
@@ -181,7 +181,7 @@ def convert_experts(
 
 
 def fp8_class(base: type[nn.Module]) -> type[StackedExperts]:
-    """Return the FP8 form of a class of experts, always the same one."""
+    """Return the FP8 form of a class of experts, the same subclass at every call."""
     if base not in _CLASSES:
         own = {"dense_class": base, "__module__": __name__, "__doc__": base.__doc__}
         _CLASSES[base] = type(f"Fp8{base.__name__}", (StackedExperts, base), own)
@@ -199,18 +199,18 @@ def _blank(base: type[nn.Module]) -> StackedExperts:
 def _become(
     module: nn.Module, stacks: ExpertStacks, scheme: Scheme, dtype: torch.dtype
 ) -> StackedExperts:
-    tell_libraries()
+    patch_libraries()
     order = [n + kind for n in stacks.names for kind in (*FROZEN_KINDS, "_bias")]
     held = module._parameters
     module._parameters = {n: held[n] for n in order if n in held} | held
-    module.requires_grad_(False)  # of experts, biases are as frozen as codes
+    module.requires_grad_(False)  # freezes the biases of experts, too
     module.__class__ = fp8_class(type(module))
     found = cast(StackedExperts, module)
     found.stacks, found.scheme, found.compute_dtype = stacks, scheme, dtype
     found.originals = {}
-    if hasattr(module, "is_transposed"):  # what adapters of other libraries ask for
+    if hasattr(module, "is_transposed"):  # read by adapter libraries
         cast(Any, module).is_transposed = False
-    # how many experts there are, libraries may count anew
+    # counts of experts are not settled, as libraries may set them anew
     numbers = {
         n for n in settings(module) if "num" not in n and n != "is_transposed" and n[0] != "_"
     }
@@ -220,12 +220,12 @@ def _become(
 
 
 def argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Name what the ``forward`` of a class takes, in order."""
+    """Return the names of the arguments of a class's ``forward`` after ``self``, in order."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
 def own_gate(module: nn.Module, gated: bool) -> Gate | None:
-    """Return what a module does between its products, as a function; ``None`` if it has none."""
+    """Return the function that a module applies between its products; ``None`` if it has none."""
     own, act = getattr(module, "_apply_gate", None), getattr(module, "act_fn", None)
     if gated and own is not None:
         return cast(Gate, own)

@@ -18,15 +18,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class _Left(NamedTuple):
-    """What the first of the siblings that are being traced has left for the others.
+    """What the first sibling left in this trace for the other siblings.
 
     Args:
-        x: their input.
-        kind: how it was quantized, or the options by which it was multiplied.
-        codes: of the input, if each sibling multiplies them.
-        operands: of the siblings whose results wait, if the first one computed all.
-        results: theirs, in the same order.
-        trace: in which they were computed; weights may change between one graph and the next.
+        x: the siblings' input.
+        kind: how ``x`` was quantized, or the options by which it was multiplied.
+        codes: of ``x``, if each sibling multiplies them itself.
+        operands: of each sibling, if the first one computed all results.
+        results: of the siblings, in the same order.
+        trace: the trace that computed the results; weights may change before the next graph.
     """
 
     x: Tensor
@@ -41,12 +41,12 @@ _left: _Left | None = None
 
 
 def traced(layer: Fp8Linear, x: Tensor) -> Tensor:
-    """Compute in a graph; siblings share codes, as Inductor merges no operators of others.
+    """Compute in a graph; siblings share codes, because Inductor does not merge custom operators.
 
-    Of few rows, the first sibling multiplies the weights of all as one matrix. What is read of a
-    layer is a guard at every call, and what is found in two ways, such as the siblings of a group,
-    is another and slower one. So a layer tells the next one through a global, which lives from the
-    first sibling to the last within one trace. Changes of ``x`` go unseen.
+    With few rows the first sibling multiplies the weights of all as one matrix. Every attribute
+    that is read of a layer costs a guard at each call; objects reachable in two ways, such as the
+    siblings of a group, cost a slower one. So layers pass results on through a global, which is set
+    from the first sibling to the last of one trace. Changes of ``x`` in between go unnoticed.
     """
     global _left
     codes, _, bias, input_scale, bound = constants = layer.operands()
@@ -77,7 +77,7 @@ def traced(layer: Fp8Linear, x: Tensor) -> Tensor:
 
 
 def _of_all(layer: Fp8Linear, x: Tensor, kind: tuple[Any, ...]) -> _Left:
-    """Compute for all siblings what they have in common: everything, or codes of the input."""
+    """Compute what siblings share: all their results with few rows, else codes of the input."""
     group: Any = layer.shared
     operands = group.joined_in_graph(x)
     if operands is None:
@@ -87,9 +87,9 @@ def _of_all(layer: Fp8Linear, x: Tensor, kind: tuple[Any, ...]) -> _Left:
 
 
 def constant_in_graphs(function: Function) -> Function:
-    """Let a trace call a function and keep its result.
+    """Make a trace call a function and treat its result as a constant.
 
-    As ``torch.compiler.assume_constant_result`` does, which imports the compiler: two seconds.
+    ``torch.compiler.assume_constant_result`` does the same, but imports the compiler: two seconds.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -97,12 +97,12 @@ def constant_in_graphs(function: Function) -> Function:
 
 @constant_in_graphs
 def _trace() -> str:
-    """Name the trace that is under way."""
+    """Return the id of the running trace."""
     return str(torch._guards.CompileContext.current_compile_id())
 
 
 def is_compiled() -> bool:
     """Return whether ``torch.compile`` is tracing, and not ``torch.export``."""
-    # what is_exporting() returns; torch 2.11 folds that call to True in every trace
+    # the flag behind is_exporting(): torch 2.11 folds that call to True in every trace
     exporting = getattr(torch.compiler, "_is_exporting_flag", False)
     return torch.compiler.is_dynamo_compiling() and not exporting

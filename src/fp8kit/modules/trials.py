@@ -1,6 +1,7 @@
-"""Copies of modules that run on random numbers: nothing that they do reaches the user's model.
+"""Trials: copies of modules run on random numbers, to find out what their classes compute.
 
-A class's own code may count, observe or cache. In a shallow copy that lands in what was copied.
+Nothing that a trial does reaches the user's model. Copies are deep because a class's own code may
+count, observe or cache, which a shallow copy would do in the model's own objects.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_MOST_COPIED = 2**22  # numbers: a module may hold the whole model in an attribute
-_MOST_READ = 2**14  # bytes of a tensor that are compared
+_MOST_COPIED = 2**22  # elements in all: a module may hold the whole model in an attribute
+_MOST_READ = 2**14  # bytes: larger tensors are compared by identity, not by value
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
-_one_trial = threading.RLock()  # defaults, and how many threads compute, are of the whole process
+_one_trial = threading.RLock()  # a trial sets default dtype and thread count of the process
 _AS_THEY_ARE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
 class CopyError(Exception):
-    """What a module holds cannot be copied, so that it cannot be tried."""
+    """A module cannot be tried, because something that it holds cannot be copied."""
 
 
 class _Bounded(TorchFunctionMode):
-    """Ends a copy that has become too large."""
+    """Raises ``CopyError`` once a copy has more than ``_MOST_COPIED`` elements."""
 
     copied = 0
 
@@ -47,7 +48,7 @@ class _Bounded(TorchFunctionMode):
 
 
 class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises where code would wait for other processes, which may not run it."""
+    """Raises at collectives: they would wait for other processes, which may not run the trial."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -57,19 +58,19 @@ class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def on_trial() -> Iterator[None]:
-    """Compute in fp32 on the CPU, whatever a caller has made the defaults, who keeps the seeds.
+    """Compute in fp32 on the CPU whatever the caller's defaults; restore defaults and seeds.
 
-    In one thread: numbers are few, and where every process of a machine converts a model, their
-    threads would wait for each other's cores.
+    Trials run in one thread: tensors are small, and where every process of a machine converts a
+    model, their threads would wait for each other's cores.
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    # a default device slows every call down, so that none is set where none is needed
+    # set only if needed: a default device slows every call down
     here = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
     with (
         _one_trial,
         torch.random.fork_rng(devices),
         torch.autocast("cpu", enabled=False),
-        torch.inference_mode(False),  # what is made in it has no gradient
+        torch.inference_mode(False),  # inference tensors cannot have gradients
         torch.no_grad(),
         here,
     ):
@@ -78,7 +79,7 @@ def on_trial() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
         torch.set_num_threads(1)
         if threading.active_count() > 1:
-            # a thread that computes for the first time meanwhile keeps what was set last, for good
+            # any thread that first computes now keeps, for good, the count that was set last
             other = threading.Thread(target=torch.set_num_threads, args=(threads,))
             other.start()
             other.join()
@@ -90,13 +91,12 @@ def on_trial() -> Iterator[None]:
             random.setstate(state)
 
 
-def owned(module: nn.Module, memo: dict[int, Any] | None = None, **held: Any) -> Any:
-    """Copy a module without its hooks, and all that it holds.
+def isolated_copy(module: nn.Module, memo: dict[int, Any] | None = None, **held: Any) -> Any:
+    """Copy a module deeply, without its hooks; the copy can change nothing of the original.
 
-    It is not changed, whatever the copy computes. ``memo`` has what stands for other objects, as in
-    ``copy.deepcopy``; ``held`` are ``_parameters``, ``_buffers`` or ``_modules`` of the copy,
-    instead of copied ones. Raises ``CopyError`` if something cannot be copied, or is as large as a
-    model.
+    ``memo`` maps ids of objects to their replacements, as in ``copy.deepcopy``. ``held`` are the
+    ``_parameters``, ``_buffers`` or ``_modules`` that the copy gets instead of copied ones. Raises
+    ``CopyError`` if something cannot be copied, or is as large as a model.
     """
     memo = {} if memo is None else memo
     own = {n: v for n, v in vars(module).items() if n not in _OF_MODULES and n not in held}
@@ -117,21 +117,21 @@ def owned(module: nn.Module, memo: dict[int, Any] | None = None, **held: Any) ->
 
 
 def set_training(module: nn.Module, training: bool) -> None:
-    """Set the mode of a module and of those inside it, past a ``train`` of their own."""
+    """Set the mode of a module and all inside it, bypassing any ``train`` that they override."""
     for part in module.modules():
         part.training = training
 
 
 def row_factors(factors: Sequence[float], rows: int, each: int = 1) -> Tensor:
-    """Return ``factors`` in turns, ``[rows, 1]``, each for ``each`` rows in succession."""
+    """Return ``[rows, 1]``: the factors in turn, repeated, each one for ``each`` adjacent rows."""
     return torch.tensor(factors)[torch.arange(rows) // each % len(factors), None]
 
 
 def contents(module: nn.Module) -> dict[str, Hashable]:
-    """Describe what a module holds besides its Parameters, by name.
+    """Describe what a module holds besides its Parameters, by name, as a key for comparison.
 
-    Two descriptions are equal only if code that gets at the module alone cannot tell what they are
-    of. They hold while the module lives. Values that the class caches itself are left out.
+    Two descriptions are equal only if code that sees nothing but the module cannot tell the two
+    modules apart. They are valid while the module lives. ``cached_property`` values are left out.
     """
     return {
         name: described(value, {id(module): 0})
@@ -144,7 +144,7 @@ def contents(module: nn.Module) -> dict[str, Hashable]:
 
 
 def described(value: Any, seen: dict[int, int] | None = None) -> Hashable:
-    """Describe a value by what it holds, or as itself where that is not known."""
+    """Describe a value by its contents, or by its identity where contents cannot be read."""
     if isinstance(value, _SCALARS):
         return type(value), repr(value)
     seen = {} if seen is None else seen

@@ -1,7 +1,7 @@
 """Weights joined from parts with one scale each, and conversion between the e4m3 encodings.
 
-Fused modules, such as q/k/v in one matrix, come from checkpoints with one scale for each part. A
-product wants one scale per row, or one for the tensor. The rules are those of vLLM
+Checkpoints store joined layers, such as q/k/v in one matrix, with one scale for each part. Products
+need one scale per row, or one for the tensor. The rules are those of vLLM
 (``convert_to_channelwise``, ``requantize_with_max_scale``, ``normalize_e4m3fn_to_e4m3fnuz``).
 """
 
@@ -32,7 +32,7 @@ from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import frozen
 from fp8kit.ops.validation import check_quantized
 
-# what engines fill scales with before any is loaded: a part that still has it got none of its own
+# engines fill scales with this before loading; a part that still has it got no scale of its own
 UNSET_SCALE = torch.finfo(torch.float8_e4m3fn).min
 Coded = TypeVar("Coded", QTensor, nn.Module)
 _SIGN, _ALL_BITS = 0x80, 0x7F
@@ -43,13 +43,13 @@ _FNUZ = "_FNUZ"  # ends the names of schemes
 def join_scales(codes: Tensor, scales: Tensor, widths: Sequence[int]) -> QTensor:
     """Give every row of a fused weight the scale of its part: one per-channel column.
 
-    No code and no value changes.
+    Neither codes nor values change.
 
     Args:
         codes: FP8 ``[N, K]``, the parts below one another.
-        scales: fp32, positive; one number for each part, in any shape, or one for all. Of several,
-            those that are ``-448`` (the smallest e4m3fn number) never arrived: then one alone
-            counts, that of a weight that was fused before it was quantized.
+        scales: fp32, positive; one number for each part, in any shape, or one for all. ``-448``
+            (the smallest e4m3fn number) marks a scale that was never loaded. Then exactly one
+            other is there, and holds for all parts: the weight was fused before it was quantized.
         widths: rows of each part; their sum is N, and a part may have none.
 
     Returns:
@@ -75,8 +75,8 @@ def requantize(codes: Tensor, scales: Tensor, widths: Sequence[int]) -> QTensor:
     """Bring all parts of a fused weight to one scale, the largest of theirs.
 
     Parts of a smaller scale are decoded and quantized again with the largest one, which rounds
-    them once more; parts of the largest scale keep their bytes. A weight that was fused before it
-    was quantized, which shows by its single scale, is not touched.
+    them once more; parts of the largest scale keep their bytes. A weight with a single scale was
+    fused before it was quantized, and is not changed.
 
     Args:
         codes: FP8 ``[N, K]``, the parts below one another; left as they are.
@@ -115,17 +115,17 @@ def recode(q: Coded, dtype: torch.dtype) -> Coded:
     becomes zero, and NaN stays NaN. A weight of e4m3fnuz that holds 240, whose byte is NaN in
     e4m3fn, is cast instead and keeps its scales; then codes under 2^-6 may be rounded.
 
-    On MI300 ``load`` and ``convert`` make codes of e4m3fnuz; checkpoints hold those of e4m3fn.
+    On MI300 ``load`` and ``convert`` make e4m3fnuz codes; checkpoints hold e4m3fn codes.
 
     Args:
         q: codes and scales of any granularity; or a model, whose FP8 layers are changed in place.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e4m3fnuz``.
 
     Returns:
-        ``QTensor`` of that dtype; ``q`` itself if it has it, or is a model.
+        ``QTensor`` of that dtype; ``q`` itself if it has that dtype already, or is a model.
 
     Raises:
-        TypeError: if ``q`` is neither, or it or ``dtype`` is of another FP8 encoding.
+        TypeError: if ``q`` is neither, or ``q`` or ``dtype`` has another FP8 encoding than these.
         ValueError: if an MX scale cannot be doubled or halved.
 
     Example:
@@ -161,13 +161,13 @@ def recode(q: Coded, dtype: torch.dtype) -> Coded:
 
 
 def native_scheme(scheme: Scheme, device: torch.device) -> Scheme:
-    """Return a scheme with the codes that a device multiplies."""
+    """Return a scheme with its e4m3 dtype replaced by the encoding that a device multiplies."""
     dtype = native_codes(architecture(device))
     return _with_codes(scheme, dtype) if scheme.dtype == E4M3FN.dtype else scheme
 
 
 def recode_for_devices(model: nn.Module) -> None:
-    """Change codes that the devices of FP8 layers do not multiply, once they are loaded."""
+    """Recode loaded FP8 layers whose codes their devices do not multiply, in place."""
     for layer in model.modules():
         if isinstance(layer, Fp8Linear):
             scheme = native_scheme(layer.scheme, layer.codes.device)
@@ -208,7 +208,7 @@ def _scaled(q: QTensor, double: bool) -> Tensor:
 
 
 def _scale_of_each(codes: Tensor, scales: Tensor, widths: Sequence[int]) -> Tensor:
-    """Return one scale for each part, ``[len(widths)]``; refuse what does not fit the weight."""
+    """Return one scale for each part, ``[len(widths)]``; raise if scales or widths do not fit."""
     if not isinstance(codes, Tensor) or not isinstance(widths, Sequence):
         raise InvalidType(
             f"Got codes of type {type(codes).__name__}, and widths of {type(widths).__name__}.",

@@ -22,12 +22,12 @@ KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """What an expert makes of its first product.
+    """The function between the two products of an expert.
 
     Args:
         kind: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"`` or ``"relu2"`` (squared ReLU).
-        gated: the first product has ``2 I`` columns, of which gates are activated and multiplied by
-            the others; otherwise ``I``, which are activated.
+        gated: the first product has ``2 I`` columns: the gates, which are activated, and the ups,
+            by which they are multiplied. Otherwise it has ``I``, which are activated.
         interleaved: gate and up rows of the weight alternate, gates first (GPT-OSS); otherwise all
             gates come before all ups.
         limit: bound on gates from above and on ups on both sides; ``None`` for none.
@@ -76,7 +76,7 @@ class Activation:
             )
 
     def columns(self, intermediate: int) -> int:
-        """Return how many columns the first product has, for ``I`` of its result."""
+        """Return the number of columns of the first product for an ``intermediate`` of ``I``."""
         return 2 * intermediate if self.gated else intermediate
 
     def words(self) -> tuple[str, bool, bool, float | None, float, float]:
@@ -97,8 +97,8 @@ class Activation:
         """Return the gradient of the first product.
 
         Args:
-            x: fp32, as ``__call__`` took it.
-            grad: fp32, of what ``__call__`` gave.
+            x: fp32, the argument of ``__call__``.
+            grad: fp32, the gradient of its result.
         """
         gate, up = self._parts(x)
         slope = _derivative(self.kind, gate, self.alpha)

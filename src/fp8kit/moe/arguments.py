@@ -1,4 +1,4 @@
-"""Checks of the experts' arguments, each with an error that teaches."""
+"""Check the arguments of experts, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Weight = tuple[QTensor, Tensor | None, Tensor | None]
 
 
 def check_kinds(w13: QTensor, w2: QTensor, activation: Activation) -> None:
-    """Refuse weights that are not quantized alike, and what is no activation."""
+    """Refuse weights that are not quantized alike, and anything but an ``Activation``."""
     validation.check_quantized("w13", w13)
     validation.check_quantized("w2", w2)
     one, other = (w13.group, w13.data.dtype), (w2.group, w2.data.dtype)
@@ -31,7 +31,7 @@ def check_kinds(w13: QTensor, w2: QTensor, activation: Activation) -> None:
 
 
 def check_activation(activation: object) -> None:
-    """Refuse what is no ``Activation``."""
+    """Refuse anything but an ``Activation``."""
     if not isinstance(activation, Activation):
         raise InvalidType(
             f"Got activation={activation!r:.80}.",
@@ -69,7 +69,7 @@ def check_layer(x: Tensor, first: Weight, second: Weight, activation: Activation
 
 
 def check_routes(x: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None) -> None:
-    """Refuse ids, weights and a map of experts that do not go with an input ``[M, H]``."""
+    """Refuse ids, weights and a map of experts that do not fit an input ``[M, H]``."""
     check_routing(ids, weights, x.shape[0])
     _check_device("ids", ids, x)
     _check_device("weights", weights, x)
@@ -103,7 +103,7 @@ def check_scheme(
     w: QTensor,
     input_scale2: Tensor | None,
 ) -> None:
-    """Refuse codes of another dtype than the scheme's, and a scale that nobody reads."""
+    """Refuse codes of another dtype than the scheme's, and an ``input_scale2`` without use."""
     if scheme is not None:
         validation.check_codes("w13", w.data.dtype, Scheme.of(scheme))
     if x_group is None and input_scale2 is not None:
@@ -117,7 +117,7 @@ def check_scheme(
 def check_grouped(
     x_q: QTensor, w_q: QTensor, offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> None:
-    """Refuse what ``grouped_scaled_mm`` cannot multiply."""
+    """Refuse operands that ``grouped_scaled_mm`` cannot multiply."""
     validation.check_quantized("x_q", x_q)
     validation.check_quantized("w_q", w_q)
     validation.check_out_dtype(out_dtype)
@@ -155,7 +155,7 @@ def check_grouped(
 
 
 def stacked_scale(q: QTensor) -> Tensor:
-    """Return the scales of a stack with one set for each matrix, without copying."""
+    """Return the scales of a stack with a first dimension for the experts, without copying."""
     if q.group == TENSOR and q.scale.dim() == 2:
         return q.scale.expand(q.shape[0], 1, 1)
     return q.scale

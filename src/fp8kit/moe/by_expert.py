@@ -1,6 +1,6 @@
 """Experts on a CPU: one dense GEMM after the other, for the experts in use.
 
-Weights are decoded one expert at a time, and only those that are used.
+Weights are decoded one expert at a time, and only where an expert has tokens.
 """
 
 from __future__ import annotations

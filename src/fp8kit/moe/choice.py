@@ -1,4 +1,4 @@
-"""Choose experts by the largest scores: the formula in torch, and who computes it."""
+"""Choose the experts with the largest scores: the definition in torch, and the backends."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ CHOICE_BACKENDS: BackendTable = (
     ("reference", "fp8kit.moe.choice", ()),
 )
 SCORINGS = ("softmax", "sigmoid")
-# DeepSeek's, in the denominator of a renormalization. Other models have none; in float32 that is
-# the same unless a sum is below 1e-13, and where all scores are zero this one gives no NaN.
+# DeepSeek adds this to the denominator of a renormalization. Other models add nothing; in float32
+# that is the same unless a sum is below 1e-13, and where all scores are zero this gives no NaN.
 TINY = 1e-20
 
 
 class Formula(NamedTuple):
     """How logits become ids and weights; the last arguments of ``CHOOSE``.
 
-    Weights of a token are divided by their sum if ``renormalize``, multiplied by ``scaling_factor``
-    at the end, and rounded once to ``dtype``.
+    With ``renormalize`` the weights of a token are divided by their sum. Then they are multiplied
+    by ``scaling_factor`` and rounded once to ``dtype``.
     """
 
     top_k: int
@@ -39,7 +39,7 @@ class Formula(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChoiceProblem:
-    """What decides whether a backend can choose."""
+    """The facts by which a backend accepts or declines."""
 
     experts: int
     top_k: int
@@ -50,7 +50,7 @@ class ChoiceProblem:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class ChoiceBackend(Backend):
-    """An implementation: takes logits, correction bias and formula, gives ids and weights."""
+    """A backend whose ``choose`` takes logits, correction bias and formula: see ``choose``."""
 
     choose: Callable[[Tensor, Tensor | None, Formula], tuple[Tensor, Tensor]]
 
@@ -72,8 +72,8 @@ def weights_of(scores: Tensor, ids: Tensor, how: Formula) -> Tensor:
 def choose(logits: Tensor, bias: Tensor | None, how: Formula) -> tuple[Tensor, Tensor]:
     """Choose in plain torch: the definition.
 
-    Logits are float ``[M, E]``; ``bias [E]`` is added to the scores for the choice only. Gives ids
-    ``int64 [M, k]`` by falling scores, and weights of ``how.dtype``.
+    Logits are float ``[M, E]``; ``bias [E]`` is added to the scores for the choice only. Returns
+    ids ``int64 [M, k]``, the largest scores first, and weights of ``how.dtype``.
     """
     scores = scores_of(logits, how.scoring)
     ids = (scores if bias is None else scores + bias.float()).topk(how.top_k, -1).indices

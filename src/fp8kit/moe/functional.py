@@ -1,4 +1,4 @@
-"""The functions users call: validate once, call the registered operator."""
+"""The functions that users call: validate the arguments, then replay a call or run the operator."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def experts(
 
     ``y[m] = sum_j weights[m, j] * (act(x[m] @ w13[e].T + bias13[e]) @ w2[e].T + bias2[e])`` with
     ``e = ids[m, j]``, added in a fixed order in fp32 and rounded once. ``x`` is quantized as
-    the scheme says, what the second product reads in groups of 1x128, or by ``input_scale2``.
+    the scheme says, the input of the second product in groups of 1x128, or by ``input_scale2``.
 
     Args:
         x: bf16, fp16 or fp32 ``[M, H]``.
@@ -46,16 +46,16 @@ def experts(
             ``stack_scale_shape(codes.shape, group)``.
         w2: codes ``[E, H, I]`` in the same groups.
         ids: int32 or int64 ``[M, k]``. Ids outside ``0 .. E - 1`` (or those of ``expert_map``)
-            belong elsewhere: they add nothing. An id may occur several times.
-        weights: float ``[M, k]``, of the router.
-        activation: what stands between the products.
+            have no row in the weights: they add nothing. An id may occur several times.
+        weights: the router's weights, float ``[M, k]``.
+        activation: the function between the products.
         scheme: how ``x`` is quantized; by default the standard partner of ``w13.group``.
         bias13: float ``[E, 2 I]`` (``[E, I]``), in the order of the rows of ``w13``.
         bias2: float ``[E, H]``.
         input_scale13: fp32 ``[1, 1]``, positive and finite: ``x`` is quantized per tensor with it.
-        input_scale2: the same for what the second product reads.
-        expert_map: integer ``[L]``, from ids to rows of the weights, -1 for what lies elsewhere;
-            or ``[L, R]``, replicas among which tokens take turns.
+        input_scale2: the same for the input of the second product.
+        expert_map: integer ``[L]``, from ids to rows of the weights, -1 for experts without a row
+            here; or ``[L, R]``, replicas among which tokens take turns.
         router_weight_on_input: multiply ``x`` by the weights instead of the results (Llama-4).
         batch_invariant: a token's bits depend neither on M nor on the other tokens.
         backend: compute with this backend or fail; ``None`` takes the first that fits.
@@ -77,7 +77,7 @@ def experts(
     check_switch("router_weight_on_input", router_weight_on_input)
     check_run(batch_invariant, backend)
     x_group, rounding = activation_format(w13.group, scheme, input_scale13)
-    # before the call is looked for: a recording has no casts
+    # before the lookup: recordings are keyed by the dtypes after these casts
     x = autocast(x)
     if isinstance(weights, Tensor) and weights.is_floating_point():
         weights = weights.float()
@@ -116,13 +116,13 @@ def grouped_scaled_mm(
     batch_invariant: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """Multiply rows that lie sorted by expert, each by the weight of its expert.
+    """Multiply rows that are sorted by expert, each by the weight of its expert.
 
     Args:
         x_q: rows ``[S, K]``, those of an expert next to each other.
         w_q: weights of all experts, codes ``[E, N, K]``, scales
             ``stack_scale_shape(codes.shape, group)``.
-        offsets: int32 or int64 ``[E + 1]``, not falling: expert ``e`` has the rows from
+        offsets: int32 or int64 ``[E + 1]``, never decreasing: expert ``e`` has the rows from
             ``offsets[e]`` up to, and without, ``offsets[e + 1]``, which may be none. Rows before
             the first offset and from the last one on have no expert.
         bias: float ``[E, N]``.

@@ -15,7 +15,7 @@ def layer_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the input and of the router's weights.
 
-    Experts are dequantized to ``float32`` one at a time. The counts of tokens are read on the host.
+    Experts are dequantized to ``float32`` one at a time. The host reads the counts of tokens.
     ``grad`` is float ``[M, H]``; the results are ``[M, H]`` in the dtype of the input, and
     ``float32 [M, k]``.
     """

@@ -1,4 +1,4 @@
-"""The layer of experts as a loop over the experts in use, with any dense GEMM inside."""
+"""The layer of experts as a loop over the experts in use, around any dense GEMM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fp8kit.ops import bodies
 
 
 class Products(NamedTuple):
-    """What a dense product is asked for beside its operands."""
+    """The settings of a dense product, besides its operands."""
 
     out_dtype: torch.dtype
     batch_invariant: bool
@@ -36,10 +36,10 @@ Multiply = Callable[[MatmulOperands, tuple[GroupShape | None, GroupShape], Produ
 
 
 class Input(NamedTuple):
-    """The input as the first product reads it.
+    """The input of the first product.
 
-    ``data`` are codes, or what was given if nothing is quantized; a row per token or per pair.
-    ``fan`` pairs read one row.
+    ``data`` holds codes, or the unquantized input, with a row per token or per pair. ``fan`` pairs
+    read the same row.
     """
 
     data: Tensor
@@ -60,7 +60,7 @@ def quantized_input(operands: ExpertOperands, problem: ExpertsProblem) -> Input:
 def quantized_intermediate(
     h: Tensor, problem: ExpertsProblem, input_scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Quantize what the second product reads, fp32 ``[S, I]``, by a given scale or its own."""
+    """Quantize the input of the second product, fp32 ``[S, I]``, by a given scale or by its own."""
     group = problem.intermediate_group
     if group is None:
         return h.to(problem.x_dtype), None
@@ -69,7 +69,7 @@ def quantized_intermediate(
 
 
 def looping(multiply: Multiply, **answers: Any) -> MoeBackend:
-    """Make a backend of a dense product; ``answers`` are what ``Backend`` asks."""
+    """Return a backend that loops with a dense product; ``answers`` are fields of ``Backend``."""
     experts, grouped = (functools.partial(each, multiply=multiply) for each in (layer, product))
     return MoeBackend(experts=experts, grouped=grouped, **answers)
 

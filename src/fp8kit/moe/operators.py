@@ -1,6 +1,6 @@
-"""The registered operators of the experts: all that ``torch.compile`` sees of them.
+"""The registered operators of the experts, which ``torch.compile`` sees.
 
-Validation is the caller's (``functional``). Gradients flow to the input and to the router's
+The callers (``functional``) validate the arguments. Gradients flow to the input and to the router's
 weights, through the dequantized experts; codes, scales and biases are frozen.
 """
 
@@ -41,7 +41,7 @@ def experts(*arguments: Any) -> Tensor:
     operands, problem, backend = described(arguments)
     if not operands.x.numel() or not operands.ids.numel():
         return torch.zeros_like(operands.x, memory_format=torch.contiguous_format)
-    with current(operands.x.device):  # where kernels are tried
+    with current(operands.x.device):  # a self check tries kernels on the current device
         chosen: MoeBackend = require(MOE_BACKENDS, problem, backend)
     return chosen.experts(operands, problem)
 
@@ -51,7 +51,7 @@ def _experts_fake(x: Tensor, *_: Any) -> Tensor:
 
 
 def experts_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``x`` and ``weights``; arguments as of ``experts`` after ``grad``."""
+    """Return the gradients of ``x`` and ``weights``; ``arguments`` are those of ``experts``."""
     operands, problem, _ = described(arguments)
     return layer_backward(grad, operands, problem)
 
@@ -62,7 +62,7 @@ def _experts_backward_fake(_: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Te
 
 
 def described(arguments: Sequence[Any]) -> tuple[ExpertOperands, ExpertsProblem, str | None]:
-    """Sort the operator's arguments into operands, problem and the wanted backend."""
+    """Return the operands, the problem and the wanted backend for an operator's arguments."""
     x, ids, weights, w13, scale13, bias13, in13, w2, scale2, bias2, in2, expert_map = arguments[
         :_TENSORS
     ]

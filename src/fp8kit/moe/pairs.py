@@ -1,6 +1,6 @@
-"""Pairs of a token and an expert: which row they take, in which order, and how they are added.
+"""Pairs of a token and an expert: translate their ids, sort them by expert, and add their rows.
 
-All of it is plain torch without a wait for the device, so that a CUDA graph can hold it.
+Everything is plain torch that never waits for the device, so CUDA graphs can capture it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def physical_ids(ids: Tensor, expert_map: Tensor | None, experts: int) -> Tensor
     """Translate ids into rows of the weights.
 
     Ids are integer ``[M, k]``; the map is integer ``[L]``, or ``[L, R]`` for replicas among which
-    tokens take turns, or ``None`` if ids are rows already. Gives ``int64 [M, k]``, -1 for what lies
-    elsewhere.
+    tokens take turns, or ``None`` if ids are rows already. Returns ``int64 [M, k]``, -1 for ids
+    without a row.
     """
     found = ids.long()
     if expert_map is not None:
@@ -33,8 +33,8 @@ def physical_ids(ids: Tensor, expert_map: Tensor | None, experts: int) -> Tensor
 class SortedPairs(NamedTuple):
     """Pairs ``token * k + place`` in the order of their experts.
 
-    ``order``, int64 ``[M * k]``, has them by expert and then by token, those of no expert last;
-    ``offsets``, int64 ``[E + 1]``, where in it each expert's begin and end.
+    ``order``, int64 ``[M * k]``, lists pairs by expert and then by token, those without an expert
+    last. The pairs of expert ``e`` are ``offsets[e] .. offsets[e + 1]`` in it, int64 ``[E + 1]``.
     """
 
     order: Tensor
@@ -42,7 +42,7 @@ class SortedPairs(NamedTuple):
 
 
 def sorted_pairs(ids: Tensor, experts: int) -> SortedPairs:
-    """Sort the pairs of ids ``[M, k]``, -1 for no expert, by expert, stably."""
+    """Sort the pairs of ids ``[M, k]`` (-1 for no expert) stably by expert."""
     flat = ids.reshape(-1)
     places = torch.where(flat < 0, experts, flat)
     ranked, order = torch.sort(places, stable=True)
@@ -53,8 +53,8 @@ def sorted_pairs(ids: Tensor, experts: int) -> SortedPairs:
 def combine(rows: Tensor, ids: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Add the rows of each token in ``float32``, in the order of its places, and round once.
 
-    Rows are float ``[M * k, H]``; those of no expert, with an id of -1, are not read for their
-    value. Weights are ``float32 [M, k]``; ``None`` adds rows as they are. Gives ``[M, H]``.
+    Rows are float ``[M * k, H]``; rows without an expert (id -1) add zero, whatever they hold.
+    Weights are ``float32 [M, k]``; ``None`` adds rows as they are. Returns ``[M, H]``.
     """
     m, k = ids.shape
     parts = rows.view(m, k, rows.shape[1])

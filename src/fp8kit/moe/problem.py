@@ -1,6 +1,6 @@
-"""The experts' problem as frozen data, and the backends in order.
+"""The problems of experts as frozen data, and the backends in order of preference.
 
-Two questions: the whole layer, and one product of rows that lie sorted by expert.
+There are two: a whole layer of experts, and one product of rows that are sorted by expert.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ MOE_BACKENDS: BackendTable = (
 
 @dataclass(frozen=True, slots=True)
 class ExpertsProblem:
-    """A layer of E experts, of ``hidden`` columns H and ``intermediate`` I between its products.
+    """A layer of E experts, with ``hidden`` features H and ``intermediate`` I between its products.
 
-    ``m`` are tokens, rounded up to a power of two. Without ``x_group`` input and intermediate stay
-    in 16 bit; input and result have ``x_dtype``, all codes ``w_dtype``. ``static_input`` and
-    ``static_intermediate`` say which products have a given input scale; ``scale_rounding`` is of
-    other scales; "floor" is of MX groups alone, and the intermediate's are exact then. With
-    ``router_weight_on_input`` results are added as they are. The bits of a token's result depend on
-    no other token if ``batch_invariant``; ``capability`` is that of CUDA, ``None`` elsewhere.
+    ``m`` counts tokens, rounded up to a power of two. If ``x_group`` is ``None``, input and
+    intermediate stay in 16 bit. Input and result have ``x_dtype``, all codes ``w_dtype``.
+    ``static_input`` and ``static_intermediate`` say which products have a given input scale;
+    ``scale_rounding`` is for dynamic scales ("floor" for MX groups only: those of the intermediate
+    are then exact). With ``router_weight_on_input`` results are added without weights. With
+    ``batch_invariant`` a token's bits do not depend on others. ``capability`` is that of CUDA.
     """
 
     m: int
@@ -59,7 +59,7 @@ class ExpertsProblem:
 
     @property
     def intermediate_group(self) -> GroupShape | None:
-        """Granularity of what the second product reads: 1x128, unless a scale is given."""
+        """Granularity of the second product's input: 1x128, unless its scale is given."""
         if self.x_group is None:
             return None
         return TENSOR if self.static_intermediate else GROUP128
@@ -77,8 +77,8 @@ class ExpertsProblem:
 class GroupedProblem:
     """``y[r] = x[r] @ w[e].T + bias[e]`` for the rows ``r`` of each expert ``e``.
 
-    ``n`` rows of each ``w[e]`` and ``k`` columns are multiplied; the other fields are as in
-    ``ExpertsProblem`` and ``MatmulProblem``.
+    Each ``w[e]`` has ``n`` rows and ``k`` columns; the other fields are as in ``ExpertsProblem``
+    and ``MatmulProblem``.
     """
 
     m: int
@@ -118,7 +118,7 @@ class GroupedProblem:
 
 
 class ExpertWeights(NamedTuple):
-    """One of the two weights of all experts: codes ``[E, N, K]``, scales ``stack_scale_shape``.
+    """A stack, one weight of all experts: codes ``[E, N, K]``, scales ``stack_scale_shape``.
 
     The bias is float ``[E, N]``, the static ``input_scale`` float32 ``[1, 1]``.
     """
@@ -130,10 +130,10 @@ class ExpertWeights(NamedTuple):
 
 
 class ExpertOperands(NamedTuple):
-    """What a layer of experts computes with: float ``x [M, H]``, and ids and weights ``[M, k]``.
+    """The operands of a layer of experts: float ``x [M, H]``, and ids and weights ``[M, k]``.
 
-    Ids are int32 or int64 rows of the weights; a pair with any other counts as zero. Weights are
-    float32.
+    Ids are rows of the stacks ``w13`` and ``w2``, int32 or int64; a pair with any other id adds
+    nothing. The router's ``weights`` are float32.
     """
 
     x: Tensor
@@ -143,15 +143,15 @@ class ExpertOperands(NamedTuple):
     weights: Tensor
 
     def placed(self, experts: int) -> ExpertOperands:
-        """Return them with ids as ``int64``, -1 for a pair that counts as zero."""
+        """Return the operands with ``int64`` ids, -1 for a pair that adds nothing."""
         return self._replace(ids=physical_ids(self.ids, None, experts))
 
 
 class GroupedOperands(NamedTuple):
-    """What a grouped product multiplies: codes or floats ``x [S, K]``, and weights of all experts.
+    """The operands of a grouped product: codes or floats ``x [S, K]``, and weights of all experts.
 
-    Expert ``e`` has the rows ``offsets[e] .. offsets[e + 1]``, integers ``[E + 1]``. The input
-    scale of ``w`` is not read.
+    Expert ``e`` has the rows from ``offsets[e]`` up to, and without, ``offsets[e + 1]``; offsets
+    are integers ``[E + 1]``. The input scale of ``w`` is not read.
     """
 
     x: Tensor
@@ -162,11 +162,11 @@ class GroupedOperands(NamedTuple):
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class MoeBackend(Backend):
-    """An implementation of the experts.
+    """A backend of the experts.
 
-    ``experts``, the layer, gives ``[M, H]`` in the dtype of ``x``; ``grouped``, one product, ``[S,
-    N]`` in ``problem.out_dtype``, zero where a row has no expert. It is ``None`` if ``supports``
-    declines every ``GroupedProblem``.
+    ``experts`` computes a layer, ``[M, H]`` in the dtype of ``x``. ``grouped`` computes one
+    product, ``[S, N]`` in ``problem.out_dtype``, zero where a row has no expert; it is ``None`` if
+    ``supports`` declines every ``GroupedProblem``.
     """
 
     experts: Callable[[ExpertOperands, ExpertsProblem], Tensor]

@@ -6,9 +6,9 @@
     q    h @ w2[e].T + bias2[e]                        fp32
     y    rn(sum over the token's pairs, in order, of weight * q)
 
-``rn`` rounds to the dtype of ``x``; between the first product and the codes of ``h``, and between
-the second product and ``y``, nothing is rounded but ``float32``. Where a layer does not quantize
-its input, ``h`` is rounded to the dtype of ``x`` instead. Pairs of no expert add nothing.
+``rn`` rounds to the dtype of ``x``. Between the first product and the codes of ``h``, and between
+the second product and ``y``, all values are ``float32``. Where a layer does not quantize its
+input, ``h`` is rounded to the dtype of ``x`` instead. Pairs without an expert add nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which experts a token takes and with which weights: the formulas of the models.
+"""Choose the experts of a token and their weights, by the formulas of known models.
 
 Sources: Mixtral and Qwen3-MoE (softmax, largest k, renormalized), GPT-OSS (softmax of the k largest
 logits, which is the same), Llama-4 (sigmoid), DeepSeek-V2 (a group counts as its best expert) and
@@ -42,28 +42,28 @@ def route(
     """Choose the experts of each token from the router's logits.
 
     Scores are fp32. The largest ``top_k`` are chosen, of equal ones those that ``torch.topk``
-    takes; ids come in the order of falling scores. Without groups that is one kernel on NVIDIA
-    GPUs, where it may be; of equal scores it takes the lowest id.
+    takes; the ids of the largest scores come first. Without groups, one kernel does this on NVIDIA
+    GPUs wherever it supports the call; of equal scores it takes the lowest id.
 
     Args:
         logits: float ``[M, E]``.
         top_k: experts per token, 1 to E.
         scoring: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
         renormalize: divide the weights of a token by their sum.
-        groups: cut the experts into as many groups of neighbours, of which a token takes few.
-        top_groups: how many groups a token takes; with ``groups`` only. A group counts as much as
-            its best expert, with ``correction_bias`` as the sum of its two best.
+        groups: divide the experts, in order, into so many groups of equal size.
+        top_groups: how many groups a token chooses its experts from; only with ``groups``. A group
+            counts as its best expert, with ``correction_bias`` as the sum of its two best.
         correction_bias: float ``[E]``, added to the scores for the choice and not to the weights.
         scaling_factor: multiplies the weights at the end.
-        custom: a function of ``(logits, top_k)`` that gives ids and weights itself; the other
-            options stay at their defaults then, but for ``scaling_factor``.
+        custom: a function of ``(logits, top_k)`` that returns ids and weights; all other options
+            but ``scaling_factor`` then keep their defaults.
 
     Returns:
         ids ``int64 [M, top_k]`` and weights ``float32 [M, top_k]``.
 
     Raises:
-        TypeError: if ``logits`` is no float tensor, ``top_k`` is no integer, or what ``custom``
-            gives is of another kind.
+        TypeError: if ``logits`` is no float tensor, ``top_k`` is no integer, or ``custom`` returns
+            something else.
         ValueError: if shapes or options do not fit.
 
     Example:
@@ -109,7 +109,7 @@ def tokens_per_expert(ids: Tensor, experts: int) -> Tensor:
     """Count how often each expert was chosen, without waiting for the device.
 
     Args:
-        ids: integer, any shape; what is not within ``0 .. experts - 1`` is not counted.
+        ids: integer, any shape; ids outside ``0 .. experts - 1`` are not counted.
         experts: E.
 
     Returns:
@@ -133,7 +133,7 @@ def tokens_per_expert(ids: Tensor, experts: int) -> Tensor:
 
 
 def check_routing(ids: Tensor, weights: Tensor, m: int) -> None:
-    """Refuse ids and weights that are no integers and floats of one shape ``[M, k]``."""
+    """Refuse anything but integer ids and float weights of the same shape ``[M, k]``."""
     for name, tensor in (("ids", ids), ("weights", weights)):
         if not isinstance(tensor, Tensor):
             raise InvalidType(
@@ -157,7 +157,7 @@ def check_routing(ids: Tensor, weights: Tensor, m: int) -> None:
 
 
 def _within_groups(choice: Tensor, groups: int, top_groups: int, summed: bool) -> Tensor:
-    """Leave the scores of each token's best groups, and minus infinity elsewhere."""
+    """Keep the scores in each token's best groups, and set all others to minus infinity."""
     parts = choice.view(choice.shape[0], groups, choice.shape[1] // groups)
     if summed:
         worth = parts.topk(min(_BEST_OF_GROUP, parts.shape[-1]), -1).values.sum(-1)

@@ -1,12 +1,12 @@
 """Check the kernels of experts once on each GPU before they compute there.
 
-They compile for GPUs on which they were never run. A few rows are compared with the reference;
-kernels that fail, or compute something else, decline with that reason.
+The kernels also compile for GPUs that nobody has tested. Their result for a few rows is compared
+with the reference; kernels that fail, or give a wrong result, decline with that reason.
 
-FP8 tensor cores keep about 14 bits of a sum. On random numbers the first GEMM is then off by about
-2^-12, and one code in a hundred of the intermediate moves to its neighbour. If that is one of a
-token's largest, the token is off by some per cent although nothing is wrong. So the numbers here
-are such that 14 bits hold the sums of the first GEMM, and no code moves.
+FP8 tensor cores keep about 14 bits of a sum. With random numbers the first GEMM is then off by
+about 2^-12, and one code in a hundred of the intermediate moves to its neighbour. If that is one of
+a token's largest, the token is off by some per cent although nothing is wrong. So the numbers here
+are chosen so that 14 bits hold the sums of the first GEMM, and no code moves.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _found: dict[tuple[int, Problem, Callable[..., Tensor], int], str | None] = {}
 def failure(problem: Problem, run: Callable[..., Tensor], tokens: int = _TOKENS) -> str | None:
     """Return why kernels must not compute a problem on the current GPU, tried once for its kind.
 
-    ``None`` if they compute what the reference computes. Kernels may differ by the number of
-    tokens. Raises ``RuntimeError`` if the kind was never tried, and a graph is being captured:
-    nothing can be compared then, and a choice without a trial would hold for good.
+    ``None`` if they agree with the reference. ``tokens`` is the number of tokens to try, as kernels
+    may depend on it. Raises ``RuntimeError`` if a graph is being captured and the kind was never
+    tried: nothing can be compared then, and a choice without a trial would hold for good.
     """
-    tried = (torch.cuda.current_device(), small(problem), run, tokens)
+    tried = (torch.cuda.current_device(), trial_problem(problem), run, tokens)
     if tried not in _found:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -83,8 +83,8 @@ def _failure_on(
     return found
 
 
-def small(problem: Problem) -> Problem:
-    """Return the problem of the same kind that is tried."""
+def trial_problem(problem: Problem) -> Problem:
+    """Return the small problem that is tried for all problems of the same kind."""
     m = m_bucket(_TOKENS)
     if isinstance(problem, GroupedProblem):
         return dataclasses.replace(problem, m=m, experts=_EXPERTS, n=_SIZE, k=_SIZE)
@@ -98,7 +98,7 @@ def difference(
 ) -> str | None:
     """Compare kernels with the reference on numbers whose sums are exact.
 
-    The problem is as ``small`` gives it. Says what is wrong, or ``None``.
+    ``problem`` is a result of ``trial_problem``. Returns what is wrong, or ``None``.
     """
     operands = _operands(problem, torch.Generator("cpu").manual_seed(0), device, tokens)
     define = reference.BACKEND
@@ -107,7 +107,7 @@ def difference(
     expected = compute(operands, problem).double()  # type: ignore[arg-type]
     try:
         found = run(operands, problem).double()
-    except Exception as error:  # of a compiler, a driver, a kernel: all make it unfit
+    except Exception as error:  # whether from a compiler, a driver or a kernel
         return f"{type(error).__name__}: {error}".splitlines()[0][:200]
     wrong = ((found - expected).norm(dim=1) / expected.norm(dim=1)).max().item()
     return None if wrong < _LIMIT else f"they differ from the reference by {wrong:.3g}"
@@ -152,11 +152,11 @@ def _operands(
 def _numbers(
     shape: tuple[int, ...], parts: tuple[tuple[int, int], ...], generator: torch.Generator
 ) -> Tensor:
-    """Draw numbers around one, of which 256 products have a sum of less than 14 bits.
+    """Draw numbers around one such that a sum of 256 products needs less than 14 bits.
 
-    They are integers up to ``_MOST``, and half of the ``parts`` are halved, so that no part has the
-    scale of all others. Products are multiples of the least one, and at most 49 * 2^4 of it; 256 of
-    them with random signs add up to 2^11 of it as a rule, and to 2^14 as good as never.
+    They are halves of integers up to ``_MOST``. For each size in ``parts``, a random half of the
+    parts is halved, so that scales differ. The products of a sum are multiples of the least one, up
+    to 49 * 2^4 times; 256 with random signs usually add up to 2^11 times, almost never to 2^14.
     """
     found = torch.randint(-_MOST, _MOST + 1, shape, generator=generator) / 2
     rows, columns = shape[-2:]

@@ -1,11 +1,12 @@
 """The experts in Triton: any pair of scales, on NVIDIA GPUs from sm80, without a host sync.
 
 Pairs are sorted by expert with torch's own kernels. One kernel then multiplies the gathered rows by
-gates and ups, activates and quantizes; one multiplies the result, and puts each row where its pair
-belongs; one adds the rows of each token in their order. Rows of pairs have the dtype of the input.
+gates and ups, activates and quantizes. A second one multiplies the result by the down weights and
+writes each row to the place of its pair. A third adds the rows of each token in their order. Rows
+of pairs have the dtype of the input.
 
-The cut of a product is that of ``triton_gemm`` for as many rows as an expert has on average, with
-one sum along K: the bits of a row depend on nothing but the row.
+A product is tiled as in ``triton_gemm`` for as many rows as an expert has on average, but K is not
+split, so the bits of a row depend on nothing but the row.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ from fp8kit.quantizers.triton_encode import INTERPRETED, division_of
 from fp8kit.runtime.triton_launch import launch
 
 _FEATURES = GROUP128.cols  # of a tile of activations: the group of the second product
-_MOST_ROWS = 64  # of a tile: gathered rows, and two sums, take the registers of more
+_MOST_ROWS = 64  # of a tile: gathered rows, and two sums, leave no registers for more
 _STAGES = 4
-_RESERVED = 4096  # bytes of shared memory that the ring cannot have
+_RESERVED = 4096  # bytes of shared memory that pipeline stages cannot have
 _SUMMED = 512
 _SHARED = ("FORM", "BLOCK_M", "BLOCK_N", "BLOCK_K")
 
 
 class Launch(NamedTuple):
-    """A kernel under ``triton.jit`` with all that ``launch`` gets."""
+    """A kernel under ``triton.jit`` with the arguments of ``launch``."""
 
     kernel: Any
     blocks: int
@@ -64,12 +65,12 @@ class Launch(NamedTuple):
 
     @property
     def named(self) -> dict[str, Any]:
-        """What it gets by name."""
+        """The keyword arguments."""
         return self.constants | self.options
 
 
 class Rows(NamedTuple):
-    """What a product multiplies by weights: codes and scales, or 16-bit values without a group."""
+    """The rows that a product multiplies: codes and scales, or 16-bit values without a group."""
 
     data: Tensor
     scale: Tensor | None
@@ -109,7 +110,7 @@ def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
 
 
 def grouped(operands: GroupedOperands, problem: GroupedProblem) -> Tensor:
-    """Multiply rows that lie sorted by expert."""
+    """Multiply rows that are sorted by expert."""
     x = operands.x
     with current(x.device):
         y = torch.zeros(x.shape[0], problem.n, dtype=problem.out_dtype, device=x.device)
@@ -137,21 +138,21 @@ class Product:
     rows: int
 
     def tiles(self, experts: int, rows: int) -> int:
-        """Return the most tiles of ``rows`` rows, however rows are distributed."""
+        """Return the most tiles of ``rows`` rows that any distribution of rows can need."""
         used = min(experts, self.rows)
         return (self.rows - used) // rows + used
 
 
 @functools.lru_cache(maxsize=4096)
 def cut_product(dense: MatmulProblem, rows_each: int, device: Device, weights: int) -> TritonTile:
-    """Cut a grouped product.
+    """Choose the tile of a grouped product.
 
-    ``weights`` is 0 for a plain product; else the features of a tile are a group of the second
-    product, made of one weight or of two. The rest is as in ``Product``.
+    ``weights`` is 0 for a plain product. For the first product of a layer it is the number of
+    weight rows per feature, 1 or 2, and a tile has the features of one group of the second product.
     """
     problem = replace(dense, m=rows_each)
     tile = choose_tile(problem, device)
-    # wgmma takes its operands from shared memory; elsewhere they, or partial sums, need registers
+    # wgmma reads operands from shared memory; elsewhere operands or partial sums need registers
     most = _MOST_ROWS if (problem.capability or (9, 0))[0] == 9 else _MOST_ROWS // 2
     rows, cols, warps = min(tile.rows, most), tile.cols, tile.warps
     if weights:
@@ -168,7 +169,7 @@ def second_product(problem: ExpertsProblem, rows: int) -> Product:
 
 
 def empty_intermediate(operands: ExpertOperands, problem: ExpertsProblem) -> Rows:
-    """Allocate what the second product reads, a row for each pair; a given scale is in place."""
+    """Allocate the input of the second product, a row for each pair; a given scale is used."""
     group, x = problem.intermediate_group, operands.x
     shape = (operands.ids.numel(), problem.intermediate)
     if group is None:
@@ -195,7 +196,7 @@ def activated_launch(
     product = Product(_first(problem), _rows_each(problem), operands.ids.numel())
     tile = cut_product(product.dense, product.rows_each, facts, 2 if act.gated else 1)
     tiles = product.tiles(problem.experts, tile.rows)
-    codes, strides = _loaded(w, Rows(source.data, source.scale, problem.x_group), product.dense)
+    codes, strides = _operands(w, Rows(source.data, source.scale, problem.x_group), product.dense)
     floor = min_scale(GROUP128, problem.w_dtype, "activation")
     written = h.data if h.group is None else h.data.view(torch.uint8)
     arguments = (
@@ -218,14 +219,14 @@ def product_launch(
     y: Tensor,
     facts: Device,
 ) -> Launch:
-    """Describe the product of rows that lie sorted by expert, into ``y``.
+    """Describe the product of rows that are sorted by expert, into ``y``.
 
-    ``places`` has the row of the contiguous ``y`` that each result goes to; ``None`` for its own.
+    ``places`` has for each row the row of its result in the contiguous ``y``; ``None``: the same.
     """
     count, n, k = w.data.shape
     tile = cut_product(product.dense, product.rows_each, facts, 0)
     tiles = product.tiles(count, tile.rows)
-    codes, strides = _loaded(w, rows, product.dense)
+    codes, strides = _operands(w, rows, product.dense)
     arguments = (
         *codes, w.bias, y, places, offsets, _tile_starts(offsets, tile.rows), count, tiles, n,
         k, *strides,
@@ -246,13 +247,13 @@ def _combined(rows: Tensor, operands: ExpertOperands, problem: ExpertsProblem) -
 
 
 def product_constants(dense: MatmulProblem, tile: TritonTile, experts: int) -> dict[str, Any]:
-    """Give what both kernels of products compile in."""
+    """Return the constants that both product kernels are compiled with."""
     found = triton_gemm.product_constants(dense, tile)
     return {name: found[name] for name in _SHARED} | {"SEARCH": (experts - 1).bit_length()}
 
 
 def intermediate_constants(problem: ExpertsProblem) -> dict[str, Any]:
-    """Give what ``activated_kernel`` compiles in about its result."""
+    """Return the constants of ``activated_kernel`` that describe its activation and result."""
     group, act = problem.intermediate_group, problem.activation
     scales = "none" if group is None else "static" if group == TENSOR else "group"
     floor = min_scale(GROUP128, problem.w_dtype, "activation")
@@ -265,20 +266,20 @@ def intermediate_constants(problem: ExpertsProblem) -> dict[str, Any]:
 
 
 def launch_options(tile: TritonTile) -> dict[str, Any]:
-    """Return the compiler's options for one cut."""
+    """Return the compiler's options for one tile."""
     return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
 
 
 def _tile_starts(offsets: Tensor, rows: int) -> Tensor:
-    """Return where each expert's tiles begin, and behind them how many there are, as int32."""
+    """Return the first tile of each expert, then the number of all tiles, int32 ``[E + 1]``."""
     tiles = (offsets.diff() + (rows - 1)) // rows
     return torch.nn.functional.pad(tiles.cumsum(0), (1, 0)).int()
 
 
-def _loaded(
+def _operands(
     w: ExpertWeights, rows: Rows, dense: MatmulProblem
 ) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
-    """Return weight, rows and their scales as the kernels take them, and then their strides."""
+    """Return weight, rows and their scales as the kernels take them, and their strides."""
     weight = w.data if w.data.stride(2) == 1 else w.data.contiguous()
     x = rows.data if rows.data.stride(1) == 1 else rows.data.contiguous()
     if INTERPRETED.value or decoded(dense):

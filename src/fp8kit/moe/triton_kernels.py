@@ -1,13 +1,12 @@
 """The kernels of ``triton``: products of rows by their experts' weights, and the sum of pairs.
 
-Rows lie sorted by expert, without gaps. A tile has rows of one expert alone; which one, it finds in
+Rows are sorted by expert, without gaps. A tile has rows of only one expert. It finds its expert in
 ``tile_starts``, the cumulated counts of tiles, because only the device knows how many tokens an
-expert has. The grid has room for any distribution, and tiles past the last one end at once. Rows
-past the end of an expert repeat its last one and are not written, so nothing of another expert, and
-nothing uninitialized, is ever multiplied.
+expert has. The grid has room for any distribution, and programs past the last tile end at once.
+Rows past the end of an expert repeat its last one and are not written, so no row of another expert
+and no uninitialized one is ever multiplied.
 
-As in ``triton_gemm_kernels``, whose operands, products and scales these are, the weight is the left
-operand.
+The weight is the left operand, as in ``triton_gemm_kernels``, whose device functions are used here.
 """
 
 import triton
@@ -45,7 +44,7 @@ def _expert_of(tile, tile_starts_ptr, E, SEARCH: tl.constexpr):
 def _rows_of_tile(
     tile, offsets_ptr, tile_starts_ptr, E, SEARCH: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Give a tile's expert, its rows, and where those of the expert end."""
+    """Return a tile's expert, the tile's rows, and the end of the expert's rows."""
     e = _expert_of(tile, tile_starts_ptr, E, SEARCH).to(tl.int64)
     before = (tile - tl.load(tile_starts_ptr + e)).to(tl.int64) * BLOCK_M
     first = tl.load(offsets_ptr + e).to(tl.int64) + before
@@ -64,7 +63,7 @@ def grouped_kernel(
     offsets_ptr,  # [E + 1]
     tile_starts_ptr,  # [E + 1]
     E,
-    TILES,  # that the grid has room for
+    TILES,  # of the grid
     N,
     K,
     stride_we,
@@ -92,7 +91,7 @@ def grouped_kernel(
     k = tl.arange(0, BLOCK_K).to(tl.int64)
     row, w_row = tl.minimum(m, end - 1), tl.minimum(n, N - 1)
     w_scale = w_scale_ptr + e * stride_wse + w_row // FORM.w_rows * stride_wsn
-    # no function gives this: those of Triton 3.6 cannot return None
+    # not in a function of its own: functions of Triton 3.6 cannot return None
     x_scale = x_scale_ptr if FORM.x_kind == NONE else x_scale_ptr + row // FORM.x_rows * stride_xsm
     total = chunk_sum(
         w_ptr + e * stride_we + w_row[:, None] * stride_wn + k[None, :] * stride_wk,
@@ -120,7 +119,7 @@ def activated_kernel(
     x_scale_ptr,  # or None
     bias_ptr,  # [E, 2 I] or None
     h_ptr,  # [S, I]: bytes of codes, or 16-bit numbers
-    h_scale_ptr,  # [S, groups] to be written, the one that is given, or None
+    h_scale_ptr,  # [S, groups] to be written, or one given scale, or None
     pair_ptr,  # [S], the pair of each row
     offsets_ptr,  # [E + 1]
     tile_starts_ptr,  # [E + 1]
@@ -200,7 +199,7 @@ def _activated(y, limit, alpha, ACT: tl.constexpr, LIMITED: tl.constexpr):
 
 @triton.jit
 def _rows_of(feature, INNER, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Give the rows of the weight that make a feature: its gate and its up."""
+    """Return the weight rows of a feature: its gate and its up."""
     if not GATED:
         return feature, feature
     elif INTERLEAVED:
@@ -225,7 +224,7 @@ def _both_sums(
     FORM: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Sum gates and ups in one pass over the rows."""
+    """Sum gates and ups in one pass over K, which loads ``x`` once for both."""
     BLOCK_K: tl.constexpr = x_tile.shape[1]
     gate = tl.zeros([gate_tile.shape[0], x_tile.shape[0]], tl.float32)
     up = gate

@@ -1,9 +1,9 @@
 """Choose the experts of each token in one launch, see ``choice``.
 
-A program has one row and one warp. Score and index of an expert are one 64-bit integer, so that the
-largest of all gives both: the score's bits, ordered as integers, above; the index, counted from the
-end, below. Of equal scores the lowest index comes first, and NaN is the largest, as in torch. An id
-is never outside ``0 .. E - 1``, since whatever is no expert is below every expert.
+A program has one row and one warp. Each expert has a 64-bit key, so that the largest key gives
+score and index: the upper half is the score's bits, ordered as integers, the lower half the index,
+counted from the end. Of equal scores the lowest index comes first, and NaN is the largest, as in
+torch. Padding has the least key of all, so an id is never outside ``0 .. E - 1``.
 
 The exponential is the hardware's, and a sum has another order than torch's: weights differ by a few
 ulp of ``float32``, and so do scores that are that close to each other in their order.
@@ -30,7 +30,7 @@ _TINY = tl.constexpr(choice.TINY)
 
 
 def supports(problem: ChoiceProblem) -> str | None:
-    """Accept what the kernel covers, or give the reason why not."""
+    """Return the reason why the kernel does not cover a problem, ``None`` if it does."""
     if missing := missing_gpu(problem.capability, (8, 0)):
         return missing
     if problem.in_dtype not in FLOATS:
@@ -98,7 +98,7 @@ def _choose_kernel(
 
 
 def choose(logits: Tensor, bias: Tensor | None, how: Formula) -> tuple[Tensor, Tensor]:
-    """Choose as ``choice.choose`` does, arguments as there."""
+    """Choose as ``choice.choose`` does, with the same arguments."""
     m, experts = logits.shape
     if m == 0:
         return choice.choose(logits, bias, how)

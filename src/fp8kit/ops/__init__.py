@@ -1,5 +1,5 @@
 """The registered operators, the bodies that launch their kernels, and the choice between the two.
 
-``bodies`` launch; ``schemas`` register them with ``torch.library``; ``operators`` pairs each body
-with the registered form for compilers, autograd and modes.
+``bodies`` launch kernels; ``schemas`` registers operators with ``torch.library``; ``operators``
+pairs each body with its registered form, which compilers, autograd and modes call.
 """

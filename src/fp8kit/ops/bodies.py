@@ -1,7 +1,7 @@
-"""What the operators do: choose a backend and launch its kernels.
+"""The bodies of the operators: each chooses a backend and launches its kernels.
 
-Every body takes the arguments of its operator; groups are ``[rows, cols]``. Validation is the
-caller's (``functional``, ``Fp8Linear``).
+A body takes the arguments of its operator; groups are ``[rows, cols]``. The callers
+(``functional``, ``Fp8Linear``) validate the arguments.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def multiply_codes(
     shape: Sequence[int],
     scaled_mm: Callable[..., Tensor] = scaled_mm,
 ) -> Tensor:
-    """Multiply codes whose rows stand for an input of a shape ``[..., K]``; give ``[..., N]``.
+    """Multiply codes ``[M, K]`` of an input of ``shape [..., K]``; return ``[..., N]``.
 
-    ``scaled_mm`` is this body, or the registered operator.
+    ``scaled_mm`` is the body above, or the registered operator.
     """
     options = (x_group, w_group, out_dtype, accum, batch_invariant, None)
     return reshaped(scaled_mm(x, x_scale, w, w_scale, bias, *options), (*shape[:-1], w.shape[0]))
@@ -122,7 +122,7 @@ def linear(
 ) -> Tensor:
     """Quantize ``x [..., K]`` and multiply it by codes ``w [N, K]``; see ``functional.linear``.
 
-    ``backend`` and ``configuration`` compute as told, or raise: for measurements.
+    ``backend`` and ``configuration`` force a choice, or raise; measurements use them.
     """
     rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0)
     shape, out_dtype = (*x.shape[:-1], w.shape[0]), out_dtype or x.dtype
@@ -154,10 +154,10 @@ def quantize_input(
     scale_ub: Tensor | None,
     scale_rounding: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """Quantize what a linear layer gets, as its scheme wants it.
+    """Quantize the input of a linear layer as its scheme asks.
 
-    Rows are bf16, fp16 or fp32 ``[M, K]``; without a group they stay as they are. Scales are taken
-    from the data unless one is given, and laid out as products load them.
+    ``rows`` are bf16, fp16 or fp32 ``[M, K]``; without a group they stay as they are. Scales are
+    taken from the data unless one is given, and are in the layout that products load.
     """
     if group is None:
         return rows, None
@@ -170,9 +170,9 @@ def quantize_input(
 
 
 def reshaped(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """Give a product that nobody else holds another shape, and let callers change it in place.
+    """Reshape a product that nobody else holds, so that callers may change it in place.
 
-    Autograd refuses in-place changes of views made where it does not look, as in an operator.
+    Autograd refuses in-place changes of ordinary views that were made inside an operator.
     """
     return torch.ops.aten._unsafe_view.default(y, shape)
 
@@ -182,6 +182,6 @@ def _quantizer(x: Tensor, group: GroupShape, dtype: torch.dtype) -> QuantizerBac
 
 
 def _empty_product(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Return the product of operands of which one is empty: zeros, or the bias in each row."""
+    """Return the product when an operand is empty: zeros, or the bias in each row."""
     zeros = x.new_zeros(x.shape[0], w.shape[0], dtype=out_dtype)
     return zeros if bias is None else zeros + bias.to(out_dtype)

@@ -1,7 +1,7 @@
 """Each operator in two forms: its body, and the registered form that compilers and autograd see.
 
-Arguments are inputs, then constants, then options, in the order of the schemas; all are known to
-fit.
+Arguments are inputs, then constants, then options, in the order of the schemas. The callers have
+validated them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def linear_registered(
 ) -> Tensor:
     """Quantize ``x`` and multiply it by a weight, as one registered operator.
 
-    The input is ``[..., K]``, codes of the weight are ``[N, K]``. Without ``x_group`` it stays in
-    high precision; ``out_dtype`` of ``None`` is that of ``x``, or autocast's where autocast is on.
+    ``x`` is ``[..., K]``; the codes ``w`` are ``[N, K]``. Without ``x_group``, ``x`` stays in high
+    precision. If ``out_dtype`` is ``None``, it is that of ``x``, or of autocast where that is on.
     """
     _refuse_tangent(x)
     x = autocast(x)
@@ -59,8 +59,8 @@ def joined_registered(
 ) -> tuple[Tensor, ...]:
     """Multiply ``x`` by the weights of several layers at once, as one registered operator.
 
-    ``x`` is ``[..., K]``; the operands of each layer, and options that are the same for all, are as
-    ``linear_registered`` takes them. Gives each layer's columns of one result.
+    ``x`` is ``[..., K]``. The operands of each layer, and the options, which are the same for all,
+    are as in ``linear_registered``. Returns each layer's columns of one result.
     """
     x = autocast(x)
     weights, scales, biases, _, bounds = map(list, zip(*operands, strict=True))
@@ -82,8 +82,8 @@ CODES = Operator(bodies.multiply_codes, codes_registered)
 class RowCodes:
     """An input quantized for several products.
 
-    ``data`` are codes ``[M, K]``, and the scale is laid out as products load it. ``shape [..., K]``
-    and ``dtype`` are those of the input (or autocast's dtype), which results get.
+    ``data`` are codes ``[M, K]``; the scale has the layout that products load. ``shape [..., K]``
+    and ``dtype`` are those of the input (or autocast's dtype), which results take over.
     """
 
     data: Tensor
@@ -99,11 +99,11 @@ class RowCodes:
 
 
 class CodesCall(NamedTuple):
-    """A call that quantizes something it computes: a norm or an activation.
+    """A call that quantizes a result that it computes: that of a norm or an activation.
 
-    ``operator`` gives codes and scales in rows, then other results; ``inputs``, ``constants`` and
-    ``options`` are its arguments, which ``check`` raises for if they do not fit. The rest is as of
-    ``RowCodes``.
+    ``operator`` returns codes and scales in rows, then other results; ``inputs``, ``constants`` and
+    ``options`` are its arguments, and ``check`` raises if they are invalid. The other fields are
+    those of ``RowCodes``.
     """
 
     operator: Operator
@@ -116,7 +116,7 @@ class CodesCall(NamedTuple):
     check: Callable[[], object]
 
     def run(self, replays: ReplayCache) -> tuple[RowCodes, list[Tensor]]:
-        """Return the codes, and the other results."""
+        """Return the codes and the operator's other results."""
         call = (self.operator, self.inputs, self.constants, self.options)
         data, scale, *others = replays.call(*call, self.check)
         return RowCodes(data, scale, self.group, self.shape, self.dtype), others
@@ -128,20 +128,20 @@ class CodesCall(NamedTuple):
         return RowCodes(data, scale, self.group, self.shape, self.dtype)
 
     def then_multiply(self, options: Options) -> tuple[Operator, Options]:
-        """Return operator and options of this call with the product of its codes behind it.
+        """Return the operator and options of this call followed by the product of its codes.
 
-        Weight, scale and bias of a layer follow the constants of the call; ``options`` are those of
-        ``LINEAR`` for the layer.
+        The operator's constants are those of this call, then weight, scale and bias of a layer;
+        ``options`` are those of ``LINEAR`` for the layer.
         """
         return then_multiply(self.operator), (self.options, options_of_codes(self, options))
 
 
 @functools.cache
 def then_multiply(producer: Operator) -> Operator:
-    """Return an operator that multiplies the codes of another, so that one recording has both.
+    """Return an operator that multiplies the codes of a producer, so that one recording has both.
 
-    Its arguments are tensors of the other, then weight, scale and bias, then the options of both.
-    It gives the product, then the other's other results.
+    A producer quantizes a norm or an activation. The arguments are the producer's tensors, then
+    weight, scale and bias, then the options of both; the product comes before other results.
     """
 
     def chained(produce: Callable[..., Any], multiply: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -173,7 +173,7 @@ def quantize_rows(
 ) -> RowCodes:
     """Quantize activations ``[..., K]`` once, for several products.
 
-    They are bf16, fp16 or fp32; scales are taken from the data unless one is given.
+    ``x`` is bf16, fp16 or fp32; scales are taken from the data unless one is given.
     """
     _refuse_tangent(x)
     x = autocast(x)
@@ -196,7 +196,7 @@ def autocast(x: Tensor) -> Tensor:
 
 
 def _refuse_tangent(x: Tensor) -> None:
-    """Raise for forward-mode differentiation, in which torch takes such operators for constants."""
+    """Raise for forward-mode differentiation, where torch would take the operator for constant."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     if forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]

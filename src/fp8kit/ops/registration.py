@@ -1,4 +1,4 @@
-"""How an operator of the package is registered with ``torch.library``."""
+"""Register an operator of the package with ``torch.library``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def register(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) ->
 
     ``fake`` gives empty results of the same shapes, dtypes and device. Returns the qualified name.
     """
-    # any strides will do: otherwise Inductor computes an input once more for each of its readers
+    # operators take any strides; without the tag Inductor recomputes an input for each reader
     library.define(schema, tags=torch.Tag.flexible_layout)
     name = schema.partition("(")[0]
     library.impl(name, impl, "CompositeExplicitAutograd")
@@ -28,7 +28,7 @@ def register(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) ->
 
 
 def refuse_backward(name: str, *said: str) -> None:
-    """Let gradients through an operator of this qualified name raise three sentences."""
+    """Make a backward through the operator ``name`` raise an error of three sentences."""
 
     def backward(*_: Any) -> None:
         raise UnsupportedError(*said)

@@ -2,8 +2,7 @@
 
 Each has a schema, one implementation for every device, a fake, and an autograd rule. The choice
 of a backend happens inside the implementation, so a graph never depends on M. The schemas below
-name the arguments of all of them. Groups travel as ``[rows, cols]``; validation is the caller's
-(``functional``).
+name all arguments. Groups are passed as ``[rows, cols]``; the callers (``functional``) validate.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fp8kit.runtime.joined_memory import as_one
 from fp8kit.runtime.replay_cache import Operator, cache_on, call_on, hashable
 from fp8kit.runtime.weight_hazards import join
 
-# below torch.library nobody else looks on: where a call cannot be replayed, its body runs
+# below torch.library no compiler, autograd or mode is active, so both forms are the body
 _SCALED_MM_BODY = Operator(bodies.scaled_mm, bodies.scaled_mm)
 _LINEAR_BODY = Operator(bodies.linear, bodies.linear)
 _JOINED_BODY = Operator(bodies.linear, bodies.linear)
@@ -64,7 +63,7 @@ def _linear(x: Tensor, *others: Any) -> Tensor:
 
 
 def _linear_fake(x: Tensor, w: Tensor, *others: Any) -> Tensor:
-    out_dtype = others[9] if len(others) > 9 else None  # torch leaves out what has its default
+    out_dtype = others[9] if len(others) > 9 else None  # torch omits default arguments
     return x.new_empty(*x.shape[:-1], w.shape[0], dtype=out_dtype or x.dtype)
 
 
@@ -137,7 +136,7 @@ JOINED_LINEAR = register(
 
 
 def save_for_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keep what ``linear_backward`` needs."""
+    """Save the tensors and dtypes that ``linear_backward`` needs."""
     x, w, w_scale, bias, _, _, _, w_group, *_ = inputs
     ctx.save_for_backward(w, w_scale)
     ctx.w_group, ctx.x_dtype = w_group, x.dtype

@@ -24,7 +24,7 @@ def is_transformed() -> bool:
 
 
 def needs_function() -> bool:
-    """Return whether ``linear`` has to be called: in a graph, where gradients are taken in it."""
+    """Return whether to call ``linear`` below; in a graph only if gradients are taken inside it."""
     return _is_differentiated() if torch.compiler.is_compiling() else is_transformed()
 
 
@@ -33,12 +33,12 @@ def _is_differentiated() -> bool:
     return any(one.key() == torch._C._functorch.TransformType.Grad for one in running)
 
 
-# torch.compiler.assume_constant_result does this, and imports the compiler
+# as torch.compiler.assume_constant_result does, without importing the compiler
 _is_differentiated._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def linear(*arguments: Any) -> Tensor:
-    """Call the operator ``linear`` so that transforms of ``torch.func`` can follow; ends a graph.
+    """Call the operator ``linear`` in a form that ``torch.func`` can transform; breaks a graph.
 
     Raises ``UnsupportedError`` for ``jvp`` and other forward-mode transforms.
     """
@@ -74,7 +74,7 @@ class _Linear(torch.autograd.Function):
         whole = group is not None and group[0] < 0 and arguments[4] is None
         if not whole and all(dim is None for dim in dims[1:]):
             return product(x.movedim(dims[0], 0), *arguments[1:]), 0
-        # one call for each: a scale of the whole input, or a weight, belongs to one of them
+        # one call per batch entry, since each has its own weight, or its own scale of a whole input
         results = []
         for i in range(info.batch_size):
             each = [

@@ -1,4 +1,4 @@
-"""Checks of user input, each with an error that teaches; ``functional`` runs them once a call."""
+"""Checks of user input, with errors that say what to do; ``functional`` runs them once per call."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _STANDARD_SCHEMES = {
 
 
 def default_rounding(group: GroupShape | None, ue8m0: bool = False) -> str:
-    """Name the scale rounding of a granularity: up for MX (and UE8M0), exact elsewhere."""
+    """Return the default scale rounding: up for MX and for UE8M0 scales, else exact."""
     return "up" if ue8m0 or group == MX else "exact"
 
 
 def check_layer_weight(
     weight: QTensor, bias: Tensor | None, scheme: Scheme, input_scale: Tensor | None
 ) -> None:
-    """Refuse what no layer of a scheme can be made of."""
+    """Refuse a weight, bias or input scale that does not fit a layer of a scheme."""
     check_quantized("weight", weight)
     check_operands(weight.data, weight.data, bias, "precise")
     check_codes("a weight", weight.data.dtype, scheme)
@@ -52,7 +52,7 @@ def check_layer_weight(
 def activation_format(
     w_group: GroupShape, scheme: Scheme | str | None, input_scale: Tensor | None
 ) -> tuple[GroupShape | None, str]:
-    """Resolve the activation granularity and scale rounding that go with a weight's."""
+    """Return the activation granularity and scale rounding that go with those of a weight."""
     if scheme is None:
         if input_scale is not None:
             return TENSOR, "exact"
@@ -86,7 +86,7 @@ def activation_format(
 
 
 def check_quantized(name: str, q: object) -> None:
-    """Refuse anything but a ``QTensor`` where codes with scales are due."""
+    """Refuse anything but a ``QTensor``, codes with their scales."""
     if not isinstance(q, QTensor):
         raise InvalidType(
             f"Got {name} of type {type(q).__name__}.",
@@ -102,7 +102,7 @@ def check_quantized_input(
     input_scale: Tensor | None,
     scale_ub: Tensor | None,
 ) -> None:
-    """Refuse what would quantize an input that is quantized already, or another granularity."""
+    """Refuse options that would quantize a quantized input, and a scheme of other granularities."""
     given = {"input_scale": input_scale, "scale_ub": scale_ub}
     extra = [name for name, value in given.items() if value is not None]
     if extra:
@@ -122,7 +122,7 @@ def check_quantized_input(
 
 
 def check_tensor(name: str, x: object) -> None:
-    """Refuse what is no tensor where one is quantized."""
+    """Refuse anything but a dense tensor of this process where a tensor is to be quantized."""
     if not isinstance(x, Tensor):
         raise InvalidType(
             f"Got {name} of type {type(x).__name__}.",
@@ -150,7 +150,7 @@ def check_tensor(name: str, x: object) -> None:
 
 
 def check_float(name: str, x: Tensor) -> None:
-    """Refuse what is no tensor, or one that is not bf16, fp16 or fp32."""
+    """Refuse anything but a dense bf16, fp16 or fp32 tensor."""
     check_tensor(name, x)
     if x.dtype not in FLOATS:
         raise InvalidType(
@@ -161,7 +161,7 @@ def check_float(name: str, x: Tensor) -> None:
 
 
 def check_layer_input(x: Tensor, codes: torch.dtype) -> None:
-    """Refuse what a layer cannot quantize: as ``check_float``, and what code around it caused."""
+    """Refuse an input that a layer cannot quantize, naming the cause if the input has FP8 codes."""
     check_tensor("x", x)
     if x.dtype == codes:
         raise InvalidType(
@@ -184,7 +184,7 @@ def check_out_dtype(dtype: torch.dtype) -> None:
 
 
 def check_size(name: str, value: object) -> None:
-    """Refuse a side of a layer that is no whole number, or a negative one."""
+    """Refuse a size of a layer that is not a whole number of at least 0."""
     if not isinstance(value, torch.SymInt | numbers.Integral) or value < 0:
         raise InvalidValue(
             f"Got {name}={value!r:.80}.",
@@ -194,7 +194,7 @@ def check_size(name: str, value: object) -> None:
 
 
 def check_precision(dtype: object) -> None:
-    """Refuse what is no high precision of a layer or a model; ``None`` is the default one."""
+    """Refuse a dtype that cannot be the high precision of a layer or model; ``None`` may be."""
     if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         if dtype is None or dtype.itemsize > 1:
             return
@@ -210,7 +210,7 @@ def check_precision(dtype: object) -> None:
 
 
 def check_rounding(rounding: str | None, group: GroupShape) -> str:
-    """Resolve the scale rounding, refusing one that the granularity does not have."""
+    """Return the scale rounding or its default; refuse one that the granularity does not have."""
     legal = ("up", "floor") if group == MX else ("exact", "up")
     rounding = "up" if rounding == "ceil" else rounding
     if rounding is not None and rounding not in legal:
@@ -233,7 +233,7 @@ def check_layout(layout: object, group: GroupShape) -> None:
 
 
 def check_scale_ub(scale_ub: Tensor | None, x: Tensor) -> None:
-    """Refuse a bound that is not one fp32 number, on a CPU a positive one, where ``x`` is."""
+    """Refuse a bound that is not one fp32 number on the device of ``x``, positive on a CPU."""
     if scale_ub is None:
         return
     if not isinstance(scale_ub, Tensor):
@@ -258,9 +258,9 @@ def check_scale_ub(scale_ub: Tensor | None, x: Tensor) -> None:
 
 
 def check_static_scale(scale: Tensor, x: Tensor, group: GroupShape) -> None:
-    """Refuse given scales of the wrong form, and on a CPU what is not above zero.
+    """Refuse given scales of the wrong form, and on a CPU any that is not above zero.
 
-    A scale of NaN is one: it stands for a group that is NaN. Values on a GPU are not read, because
+    NaN is allowed: it is the scale of a group that is NaN. Values on a GPU are not read, because
     a call would wait for them.
     """
     check_scale(scale, x.shape, group, x.device)
@@ -275,7 +275,7 @@ def check_static_scale(scale: Tensor, x: Tensor, group: GroupShape) -> None:
 def check_static_options(
     scale_ub: Tensor | None, scale_rounding: str | None, scale_layout: str
 ) -> None:
-    """Refuse beside a static scale what only shapes scales that are taken from the data."""
+    """Refuse options of dynamic scales beside a static scale."""
     if scale_ub is not None or scale_rounding is not None or scale_layout != "row":
         raise InvalidValue(
             "Got a static scale with scale_ub, scale_rounding or scale_layout.",
@@ -289,7 +289,7 @@ def check_input_scale(
 ) -> None:
     """Refuse an input scale that is not one positive finite number on a device.
 
-    With ``wait`` a value on a GPU is read, too, which waits for it.
+    With ``wait`` a value on a GPU is read, too, which synchronizes with it.
     """
     check_scale(scale, shape, TENSOR, device)
     if _can_read(scale, wait) and not 0 < (value := scale.item()) < torch.inf:
@@ -301,7 +301,7 @@ def check_input_scale(
 
 
 def _can_read(scale: Tensor, wait: bool = False) -> bool:
-    """Say whether a value can be looked at: it is there, nobody traces, and nobody waits for it."""
+    """Return whether a value can be read: not meta, not traced, and no unwanted wait for a GPU."""
     there = scale.device.type == "cpu" or (wait and not scale.is_meta)
     return there and type(scale) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
 
@@ -320,7 +320,7 @@ def check_codes(name: str, dtype: torch.dtype, scheme: Scheme) -> None:
 
 
 def check_run(batch_invariant: bool, backend: object = None) -> None:
-    """Refuse what says in no known way how a product is computed."""
+    """Refuse invalid options of how a product is computed."""
     check_switch("batch_invariant", batch_invariant)
     if backend is not None and not isinstance(backend, str):
         raise InvalidType(
@@ -331,7 +331,7 @@ def check_run(batch_invariant: bool, backend: object = None) -> None:
 
 
 def check_row_counts(m: object) -> tuple[int, ...]:
-    """Refuse row counts that are not one positive integer or several, and list them."""
+    """Return row counts as a tuple; refuse anything but one positive integer or several."""
     one = not isinstance(m, Iterable) or isinstance(m, str | bytes | Tensor)
     rows: tuple[Any, ...] = (m,) if one else tuple(m)  # type: ignore[arg-type]
     integers = all(isinstance(r, numbers.Integral) and not isinstance(r, bool) for r in rows)
@@ -379,9 +379,9 @@ def check_operands(x: Tensor, w: Tensor, bias: Tensor | None, accum: str) -> Non
 def check_operand(
     name: str, other: Tensor, shape: tuple[int, ...], x: Tensor, dtype: torch.dtype | None
 ) -> None:
-    """Refuse a tensor that does not go with an input of a fused operation.
+    """Refuse an operand of a fused operation that does not match its input ``x``.
 
-    A ``dtype`` of ``None`` means any float.
+    The operand must have ``shape`` and ``dtype``; a ``dtype`` of ``None`` means any float.
     """
     check_float(name, other)
     if dtype is not None and other.dtype != dtype:
@@ -399,7 +399,7 @@ def check_operand(
 
 
 def check_options(given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse keywords that nobody reads."""
+    """Refuse keywords that are not among the known ones."""
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
         raise InvalidType(

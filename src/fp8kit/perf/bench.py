@@ -23,8 +23,8 @@ from fp8kit.perf.tune import limits
 class Timing:
     """One layer at one row count.
 
-    Times are in microseconds: of the FP8 layer, input quantized within; of the dense layer; and the
-    least that an FP8 layer can take here.
+    Times are in microseconds: of the FP8 layer, including the quantization of its input; of the
+    dense layer; and the least that an FP8 layer can take on this device.
     """
 
     m: int
@@ -47,9 +47,9 @@ def bench(
     effort: Effort = THOROUGH,
     timer: Timer = time_cases,
 ) -> list[Timing]:
-    """Time whole layers, 16 bit in and out with cold weights, against bf16.
+    """Time whole layers, with 16-bit input and output and weights outside the cache, against bf16.
 
-    Shapes are ``(N, K)`` of the weights. Gives one timing per shape and row count.
+    Shapes are ``(N, K)`` of the weights. Returns one timing per shape and row count.
     """
     ceiling, found = limits(device, timer), []
     for shape in shapes:
@@ -77,7 +77,7 @@ def bench(
 
 
 def render(timings: Sequence[Timing]) -> str:
-    """Lay timings out as a table."""
+    """Return timings as a table."""
     rows = [("weight", "m", "scheme", "backend", "fp8 µs", "bf16 µs", "x bf16", "of the roofline")]
     rows += [
         (

@@ -29,8 +29,8 @@ class LayerError:
         name: qualified name in the model.
         sqnr: signal-to-noise ratio in dB of the layer alone: both layers get the input that the
             dense one gets in its model. About 28 dB for W8A8 on well-behaved data.
-        drift: the same in dB with the input that each gets in its own model, so the error of all
-            layers before counts too; ``None`` where the two models did not call the layer alike.
+        drift: the same in dB, but each layer gets the input of its own model, so the errors of all
+            earlier layers count too; ``None`` where the two models did not call the layer alike.
     """
 
     name: str
@@ -43,13 +43,13 @@ class Evaluation:
     """What ``evaluate`` measured.
 
     Args:
-        layers: every FP8 layer that ran, the largest error of its own first.
+        layers: every FP8 layer that ran, those with the largest errors of their own first.
         output_sqnr: signal-to-noise ratio of the model's output in dB; NaN where the two models
-            return other shapes, because a length is computed.
+            return different shapes, because they compute a length.
         kl: mean over tokens of KL(reference || model) in nats; ``None`` without logits.
-        agreement: part of the tokens for which both rank the same token first, or ``None``.
-        perplexity: of the model, if the batches hold ``labels`` or ``input_ids``, or ``None``.
-        reference_perplexity: of the reference, likewise.
+        agreement: share of the tokens for which both rank the same token first, or ``None``.
+        perplexity: that of the model; ``None`` unless batches have ``labels`` or ``input_ids``.
+        reference_perplexity: that of the reference, likewise.
     """
 
     layers: tuple[LayerError, ...]
@@ -59,19 +59,20 @@ class Evaluation:
     perplexity: float | None
     reference_perplexity: float | None
 
-    def exclusions(self, min_sqnr: float) -> list[str]:
-        """Name the layers to leave dense, so that none is noisier by itself than ``min_sqnr``.
+    def exclusions(self, min_sqnr: float) -> list[str] | None:
+        """Return the layers whose own signal-to-noise ratio is below a bound, to leave them dense.
 
         Args:
-            min_sqnr: signal-to-noise ratio in dB.
+            min_sqnr: the least signal-to-noise ratio of a layer, in dB.
 
         Returns:
-            Names for ``exclude=`` of ``fp8kit.convert``, noisiest first.
+            Names for ``exclude=`` of ``fp8kit.convert``, noisiest first. ``None`` stands for none:
+            an empty list would switch the default exclusions off.
 
         Example:
             >>> fp8kit.convert(model, exclude=evaluation.exclusions(20))
         """
-        return [layer.name for layer in self.layers if not layer.sqnr >= min_sqnr]
+        return [layer.name for layer in self.layers if not layer.sqnr >= min_sqnr] or None
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data for JSON."""
@@ -102,21 +103,21 @@ class Evaluation:
 def evaluate(model: nn.Module, reference: nn.Module, data: Iterable[Batch]) -> Evaluation:
     """Run an FP8 model and its dense original on the same data, and measure the difference.
 
-    Both run in evaluation mode, without gradients, batch by batch. For the drift the outputs of
-    the layers of one batch are kept. Where an output has ``logits``, next tokens are compared too,
-    those that an ``attention_mask`` leaves out excepted.
+    Both run in evaluation mode, without gradients, batch by batch. To measure drift, the layers'
+    outputs for one batch are kept in memory. Where outputs have ``logits``, next tokens are
+    compared, too, except those that an ``attention_mask`` excludes.
 
     Args:
         model: holds ``Fp8Linear`` layers.
         reference: the dense model, with the same names; on any device.
         data: batches: a tensor, positional arguments in a tuple or list, or keyword arguments in a
-            mapping, all on the device of the models. What is random in them is fixed by the caller.
+            mapping, all on the device of the models. The caller draws all random inputs.
 
     Returns:
         An ``Evaluation``: ``print`` it.
 
     Raises:
-        TypeError: if one of the two is no module, or ``data`` one batch and not a list of batches.
+        TypeError: if one of the two is no module, or ``data`` is one batch instead of several.
         ValueError: if there is no FP8 layer or no data, if no FP8 layer ran, or if ``reference``
             lacks one of the layers, or has it in FP8 too.
 
@@ -149,7 +150,7 @@ def evaluate(model: nn.Module, reference: nn.Module, data: Iterable[Batch]) -> E
             with watching(model, pairs, _drifting(drift, seen)):
                 got = _call(model, batch)
             for name, left in seen.items():
-                if left:  # the reference called it more often
+                if left:  # the reference called the layer more often than the model
                     drift[name].valid = False
             output.add(_main_tensor(expected), _main_tensor(got))
             tokens.add(expected, got, batch)
@@ -176,11 +177,11 @@ class _Noise:
         self.calls, self.valid = 0, True
 
     def add(self, expected: Tensor, got: Tensor) -> None:
-        if expected.shape != got.shape:  # routed otherwise, say, or of a length that is computed
+        if expected.shape != got.shape:  # after another routing, or with a computed length
             self.valid = False
             return
         expected, got = expected.double(), got.to(expected.device).double()
-        if expected.isinf().any():  # of a mask
+        if expected.isinf().any():  # from a mask
             kept = ~(expected.isinf() & (expected == got))
             expected, got = expected[kept], got[kept]
         self.signal += expected.square().sum().item()
@@ -196,7 +197,7 @@ class _Noise:
 
 
 class _Tokens:
-    """Sums over the tokens of two models that give logits."""
+    """Sums over the tokens of two models that return logits."""
 
     def __init__(self) -> None:
         self.kl = self.equal = self.compared = 0.0
@@ -211,7 +212,7 @@ class _Tokens:
         p = wanted.float().log_softmax(-1)
         q = found.float().to(p.device).log_softmax(-1)
         kept = _kept_tokens(batch, p)
-        ratio = torch.where(p == q, 0.0, p - q)  # also where a mask left both no probability
+        ratio = torch.where(p == q, 0.0, p - q)  # also where a mask makes both -inf
         self.kl += (p.exp() * ratio).sum(-1)[kept].sum().item()
         self.equal += (p.argmax(-1) == q.argmax(-1))[kept].sum().item()
         self.compared += kept.sum().item()
@@ -234,7 +235,7 @@ class _Tokens:
 
 
 def _pairs(model: nn.Module, reference: nn.Module) -> dict[str, Fp8Linear]:
-    """Return the FP8 layers by name, each of which ``reference`` has as a dense layer."""
+    """Return the FP8 layers by name; raise unless ``reference`` has each as a dense layer."""
     layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
     if not layers:
         raise InvalidValue(
@@ -311,7 +312,7 @@ def _main_tensor(output: Any) -> Tensor:
 
 
 def _kept_tokens(batch: Batch, logits: Tensor) -> Tensor:
-    """Return which positions ``[...]`` of logits ``[..., V]`` are no padding."""
+    """Return which positions ``[...]`` of logits ``[..., V]`` are not padding."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if isinstance(mask, Tensor) and mask.shape == logits.shape[:-1]:
         return mask.to(logits.device).bool()
@@ -325,5 +326,5 @@ def _labels(batch: Batch, logits: Tensor) -> Tensor | None:
     labels = batch.get("labels", batch.get("input_ids"))
     if not isinstance(labels, Tensor) or labels.shape != logits.shape[:-1]:
         return None
-    # logits of other classes than tokens predict none
+    # logits over other classes do not predict tokens
     return labels.to(logits.device) if (labels < logits.shape[-1]).all() else None

@@ -27,9 +27,9 @@ class Explanation:
     """The choice made for each distinct matmul, and each distinct layer of experts, of a model.
 
     Args:
-        entries: pairs of layer names and the choice they share.
-        notes: of layers with an MXFP8 weight by name: why they compute in the form they have.
-        numbers: of all layers by name: scheme, scales, activations, and in which form MX runs.
+        entries: pairs of layer names and the choice that they share.
+        notes: by layer name, for MXFP8 weights: why the layer computes in the form that it has.
+        numbers: by layer name: scheme, scales, activations, and the form in which MX runs.
     """
 
     entries: tuple[tuple[tuple[str, ...], Choice], ...]
@@ -57,11 +57,11 @@ class Explanation:
 
     def __str__(self) -> str:
         return "\n\n".join(
-            "\n".join((_listed(names), str(choice), *self._told(names)))
+            "\n".join((_listed(names), str(choice), *self._details(names)))
             for names, choice in self.entries
         )
 
-    def _told(self, names: Sequence[str]) -> list[str]:
+    def _details(self, names: Sequence[str]) -> list[str]:
         notes = [f"  {n}: {self.notes[n]}" for n in names if n in self.notes]
         more, numbers = len(notes) - _SHOWN, self.numbers.get(names[0])
         return (
@@ -74,15 +74,15 @@ class Explanation:
 def explain(layer_or_model: nn.Module, m: int = 16) -> Explanation:
     """Tell which backend each FP8 layer uses for ``m`` rows, its expected time, and why no other.
 
-    It also says what the numbers are: the scales of weights and activations, and whether MX weights
+    The number formats are told, too: the scales of weights and activations, and whether MX weights
     run natively, rebased, emulated or weight-only. Experts are explained for ``m`` tokens, each of
-    which takes as many as the model says, else up to 8; their times are not measured. Choices and
-    times are of powers of two, to which ``m`` is rounded up, as are the tiles named. The time is
-    that of the layer alone with cold weights, from the measured table of the device; joined
-    siblings and fused producers are faster.
+    which takes as many experts as the model says, else up to 8; their times are not measured. ``m``
+    is rounded up to a power of two, for which choices, tiles and times hold. A time is that of the
+    layer alone with weights outside the cache, from the measured table of the device. Layers that
+    are joined with siblings, or fused with a norm or activation, are faster.
 
     Args:
-        layer_or_model: an ``Fp8Linear``, FP8 experts, or a module that holds some.
+        layer_or_model: an ``Fp8Linear``, FP8 experts, or a module that contains some.
         m: number of rows (tokens) of the input.
 
     Returns:
@@ -111,7 +111,7 @@ def explain(layer_or_model: nn.Module, m: int = 16) -> Explanation:
         raise InvalidValue(
             f"Got m={m}.", "A row count is not negative.", "Pass the number of tokens."
         )
-    asked = list(_asked(layer_or_model, int(m)))
+    asked = list(_products(layer_or_model, int(m)))
     if not asked:
         raise InvalidValue(
             f"{type(layer_or_model).__name__} holds no Fp8Linear and no FP8 experts.",
@@ -130,8 +130,8 @@ def explain(layer_or_model: nn.Module, m: int = 16) -> Explanation:
     return Explanation(entries, notes, numbers)
 
 
-def _asked(model: nn.Module, m: int) -> Iterator[tuple[str, _Layer, BackendTable, object]]:
-    """Give each product of ``m`` tokens with the backends that are asked for it."""
+def _products(model: nn.Module, m: int) -> Iterator[tuple[str, _Layer, BackendTable, object]]:
+    """Yield each product of ``m`` tokens, with the backends that may compute it."""
     for name, layer in model.named_modules():
         if isinstance(layer, Fp8Linear):
             yield name or _ALONE, layer, MATMUL_BACKENDS, layer.problem(m)
@@ -145,7 +145,7 @@ def _asked(model: nn.Module, m: int) -> Iterator[tuple[str, _Layer, BackendTable
 
 
 def _numbers(scheme: Scheme, choice: Choice) -> str:
-    """Say what is multiplied, and of MX weights whether tensor cores read them as they are."""
+    """Return the number formats of a product, and how MX weights are multiplied."""
     told = scheme.numbers
     if isinstance(choice.problem, ExpertsProblem) and choice.problem.x_group is not None:
         between = "by a given scale" if choice.problem.static_intermediate else "per 1x128"

@@ -21,7 +21,7 @@ from fp8kit.perf.timing import copies_past_cache
 
 Shape = tuple[int, int]
 
-# (N, K) of the layers that people run; what attention and feed-forward read together is joined
+# (N, K) of the layers that people run; layers that read the same input are joined
 MODEL_SHAPES: dict[str, tuple[Shape, ...]] = {
     "Llama 8B": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
     "Llama 70B": ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
@@ -57,9 +57,9 @@ MODEL_SHAPES: dict[str, tuple[Shape, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What one layer reads: an input, and enough copies of the weight that no cache holds them.
+    """The operands of a layer: an input, and so many copies of the weight that no cache holds them.
 
-    ``x`` is bf16 ``[M, K]``, ``input_scale`` of static schemes, ``accum`` ``"precise"`` or
+    ``x`` is bf16 ``[M, K]``, ``input_scale`` is for static schemes, ``accum`` is ``"precise"`` or
     ``"fast"``.
     """
 
@@ -79,7 +79,7 @@ class Operands:
 
     @property
     def rounding(self) -> str:
-        """How scales of the input are rounded."""
+        """The rounding of the input's scales."""
         return default_rounding(self.scheme.activation, self.scheme.ue8m0)
 
     def quantized(self) -> tuple[Tensor, Tensor | None]:
@@ -89,7 +89,7 @@ class Operands:
         return bodies.quantize_input(self.x, activation, dtype, *how)
 
     def layer(self, backend: str, configuration: str = "") -> Callable[[int], Tensor]:
-        """Return the whole layer by one backend: quantize the input, multiply by copy ``i``."""
+        """Return the whole layer on one backend: quantize the input, multiply by copy ``i``."""
         x, w = self.scheme.activation, self.scheme.weight
         groups = (None if x is None else (x.rows, x.cols), (w.rows, w.cols))
         options = (*groups, self.rounding, self.accum, False)
@@ -109,8 +109,8 @@ def operands(
 ) -> Operands:
     """Quantize copies of a weight and draw an input.
 
-    ``dense`` are copies of a bf16 weight ``[N, K]``, ``weights`` the quantized ones, if they are at
-    hand.
+    ``dense`` are copies of a bf16 weight ``[N, K]``, ``weights`` the quantized copies, if they
+    exist already.
     """
     x = torch.randn(m, dense[0].shape[1], device=dense[0].device, dtype=torch.bfloat16)
     scale = None
@@ -120,21 +120,21 @@ def operands(
 
 
 def dense_weights(shape: Shape, device: torch.device) -> list[Tensor]:
-    """Draw enough copies of a bf16 weight ``(N, K)`` that no cache holds their FP8 codes."""
+    """Draw so many copies of a bf16 weight ``(N, K)`` that no cache holds their FP8 codes."""
     n, k = shape
     copies = copies_past_cache(n * k, device)
     return [torch.randn(n, k, device=device, dtype=torch.bfloat16) * 0.02 for _ in range(copies)]
 
 
 def dense_layer(x: Tensor, weights: Sequence[Tensor]) -> Callable[[int], Tensor]:
-    """Return the bf16 layer that FP8 has to beat."""
+    """Return the bf16 layer with which FP8 is compared."""
     return lambda i: F.linear(x, weights[i])
 
 
 def candidates(problem: MatmulProblem) -> list[tuple[str, str]]:
-    """Return backend and configuration of everything that may compute a problem.
+    """Return backend and configuration of every candidate for a problem.
 
-    Backends that decode the weight first are no candidates where another one fits.
+    Backends that decode the weight first are candidates only where no other one fits.
     """
     found = []
     for name, *_ in MATMUL_BACKENDS:
@@ -167,7 +167,7 @@ def parse_shapes(text: str) -> list[Shape]:
 
 
 def exact_rows(operand: Operands, rows: Tensor) -> Tensor:
-    """Multiply some rows of the dequantized operands in fp32: what every candidate is held to.
+    """Multiply some rows of the dequantized operands in fp32: the result to compare with.
 
     ``rows`` are int64 indices of rows of the input; the result is fp32 ``[len(rows), N]``.
     """

@@ -1,4 +1,4 @@
-"""Row counts that together run every kernel that a power of two of rows needs."""
+"""Find the row counts for ``warmup`` that together run every kernel of a power of two of rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8kit.moe.hopper import tile_config
 
 
 def layer_counts(problems: Iterable[MatmulProblem], rows: int, device: torch.device) -> list[int]:
-    """Add to a row count those of its power of two for which backends cut products otherwise."""
+    """Return a row count, and others of its power of two for which backends run other kernels."""
     found = [rows]
     with current(device):
         for problem in problems:
@@ -24,12 +24,12 @@ def layer_counts(problems: Iterable[MatmulProblem], rows: int, device: torch.dev
 
 
 def expert_counts(module: ExpertTensors, takes: Sequence[int], tokens: int) -> list[int]:
-    """Add to a count of tokens those of its power of two for which experts' kernels are others.
+    """Return a count of tokens, and others of its power of two that run other kernels of experts.
 
-    ``takes`` has how many experts a token takes, of each call that ``forward`` may make; ``tokens``
-    are of the layer, or of each expert where rows come sorted. Experts that run product by product,
-    with a gate of their own, see whatever part of the tokens is routed to them: they get every
-    power of two below.
+    ``takes`` has the experts per token of each call that ``forward`` may make. ``tokens`` counts
+    those of the layer, or of each expert where rows come sorted. Experts that run product by
+    product, with a gate of their own, see any number of tokens: they get every smaller power of
+    two.
     """
     if module.stacks.activation is None:
         return _counts_of_products(module, tokens)
@@ -44,8 +44,8 @@ def counts_of_pairs(
 ) -> list[int]:
     """Return ``tokens`` and those of its power of two that run other kernels of experts.
 
-    ``takes`` has how many experts a row takes, of each call, and a token makes ``copies`` rows. On
-    Hopper kernels depend on the number of pairs, and not only on the power of two of rows.
+    ``takes`` has the experts per row of each call, and a token makes ``copies`` rows. On Hopper
+    kernels depend on the number of pairs, not only on the power of two of rows.
     """
     found, bucket = dict[object, int](), m_bucket(tokens)
     for count in (tokens, *range(bucket, bucket // 2, -1)):

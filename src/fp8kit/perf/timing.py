@@ -1,10 +1,10 @@
 """How every figure of this project is measured, in one place.
 
 On a GPU each case is captured into a CUDA graph of many calls that rotate over copies of its
-operands, so that nothing it reads is left in the L2 cache. The graphs of all cases are then
-replayed in turn, round after round, and the median of a case's rounds is its time, so drift of
-clocks and power affects all alike. Host time is not included: graphs run longer than their launch
-takes, and are launched before the clock starts. On a CPU the calls themselves alternate.
+operands, so that its operands are not in the L2 cache. The graphs of all cases are then replayed in
+turn, round after round, and the median of a case's rounds is its time, so drift of clocks and power
+affects all alike. Host time is not included: graphs run longer than their launch takes, and are
+launched before the clock starts. On a CPU the calls themselves alternate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CPU_CACHE = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to measure: milliseconds of one round of a case, and rounds; their median counts."""
+    """How long to measure: milliseconds of one round of a case, and the number of rounds."""
 
     round_ms: float = 4.0
     rounds: int = 15
@@ -36,7 +36,7 @@ class Effort:
 
 THOROUGH = Effort()
 QUICK = Effort(round_ms=2.0, rounds=7)
-# as long as a GPU needs to lower its clock to what its power allows
+# long enough for a GPU to lower its clock to its power limit
 SUSTAINED = Effort(round_ms=6.0, rounds=11)
 
 
@@ -45,8 +45,8 @@ def time_cases(
 ) -> dict[str, float]:
     """Time cases against each other.
 
-    A case is called with the index of the operand copy to use. Gives the median microseconds of one
-    call by name.
+    A case is called with the index of the operand copy to use. Returns the median microseconds of
+    one call, by name.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -55,9 +55,9 @@ def time_cases(
 
 
 def copies_past_cache(bytes_per_call: int, device: torch.device = _CUDA) -> int:
-    """Return the number of operand copies that no L2 cache holds, at least 2, at most 64.
+    """Return a number of operand copies that exceeds the L2 cache four times.
 
-    Of a CPU a cache of 32 MiB is assumed, and fewer copies made.
+    It is at least 2, and at most 1024 on a GPU or 64 on a CPU, whose cache counts as 32 MiB.
     """
     cache = _CPU_CACHE
     if device.type == "cuda":
@@ -100,7 +100,7 @@ def _capture(
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for i in range(copies):  # each is a layer that has run before
+        for i in range(copies):  # so that each copy's layer has run before the capture
             case(i)
     torch.cuda.current_stream().wait_stream(side)
     graph = _graph_of(case, copies, copies)
@@ -109,10 +109,10 @@ def _capture(
 
 
 def calls_for(effort: Effort, once: float, copies: int) -> int:
-    """Return the calls of one round, each copy's turn at least.
+    """Return the number of calls in one round, at least one per copy.
 
-    ``once`` are the milliseconds of a call on the GPU. What the host needs for it must not count:
-    graphs of few calls are charged with their start, a microsecond per call and more.
+    ``once`` is the milliseconds of a call on the GPU, without host time. Host time would make it
+    larger and graphs shorter, and their start adds a microsecond and more per call to short graphs.
     """
     return max(copies, min(_MOST_CALLS, int(effort.round_ms / max(once, 1e-3))))
 
@@ -128,16 +128,16 @@ def _graph_of(case: Case, calls: int, copies: int) -> torch.cuda.CUDAGraph:
 
 
 class _Clock:
-    """Times graphs that are with the GPU before the time starts, and learns how long that takes.
+    """Time graphs that have reached the GPU before the clock starts; learn how long to wait.
 
-    Otherwise the way of a graph from the host to the GPU is timed, too.
+    Otherwise the transfer of a graph from the host to the GPU would be timed, too.
     """
 
     def __init__(self) -> None:
         self._cycles = _HAND_OVER
 
     def milliseconds(self, graph: torch.cuda.CUDAGraph) -> float:
-        """Replay a graph, again if it came too late."""
+        """Replay a graph and return its time; repeat if it reached the GPU too late."""
         start, end = _event(), _event()
         while True:
             torch.cuda._sleep(self._cycles)  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fp8kit.dispatch.backends import renew
+from fp8kit.dispatch.backends import forget_tables
 from fp8kit.dispatch.device import device_name
 from fp8kit.dispatch.timings import DENSE, REJECTED, Table, fingerprint, table_for, tuned_path
 from fp8kit.errors import InvalidValue
@@ -40,7 +40,7 @@ from fp8kit.runtime.atomic_files import locked
 _ROUNDING = 2.0**-8
 _LOSS = {"precise": 1e-3, "fast": 8e-3}
 _CHECKED_ROWS = 64
-_LONG_US = 100.0  # from which power limits the clock
+_LONG_US = 100.0  # from here on power limits the clock
 SHIPPED_ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 
 
@@ -61,8 +61,8 @@ class Wish:
 class Outcome:
     """What tuning found.
 
-    ``faults`` are candidates that computed something else, with the layer and what was wrong;
-    ``left`` shapes were not reached in the time given.
+    ``faults`` are candidates with wrong results, with the layer and what was wrong; ``left`` counts
+    the shapes that were not reached in time.
     """
 
     table: Table
@@ -89,9 +89,9 @@ class Outcome:
 def wishes_of(
     alone: Iterable[Shape], joined: Iterable[Shape], rows: Sequence[int], scheme: Scheme, accum: str
 ) -> Iterator[Wish]:
-    """Return what to measure for layers of which some run as one matrix for few rows.
+    """Yield what to measure for layers, some of which run as one matrix for few rows.
 
-    ``joined`` are the matrices that siblings among them are multiplied as.
+    ``alone`` are the shapes of the layers, ``joined`` those of the matrices of joined siblings.
     """
     yield Wish([*dict.fromkeys(alone)], rows, [scheme], accum)
     few = [m for m in rows if m <= MOST_JOINED_ROWS]
@@ -100,7 +100,7 @@ def wishes_of(
 
 
 def shipped_wishes() -> list[Wish]:
-    """Return what the tables in the wheel hold: the shapes of known models, by every scheme."""
+    """Return what the shipped tables contain: the shapes of known models, for every scheme."""
     every = [*dict.fromkeys(s for shapes in MODEL_SHAPES.values() for s in shapes)]
     llama = MODEL_SHAPES["Llama 8B"] + MODEL_SHAPES["Llama 70B"]
     main = [Scheme.of("FP8_DYNAMIC"), Scheme.of("FP8_BLOCK")]
@@ -121,10 +121,10 @@ def tune(
     progress: Callable[[str], None] | None = None,
     store: Callable[[Table], None] | None = None,
 ) -> Outcome:
-    """Check and time every candidate for the layers asked for.
+    """Check and time every candidate for the layers in ``wishes``.
 
-    No further shape starts after ``seconds``. ``progress`` is told each shape; ``store``, such as
-    ``keep``, is given the table after each, so that a failure later on loses no times. Raises
+    No further shape starts after ``seconds``. ``progress`` is called with each shape; ``store``,
+    such as ``keep``, with the table after each, so that a later failure loses no times. Raises
     ``ValueError`` if a shape or row count is not positive, and ``torch.cuda.OutOfMemoryError`` if a
     layer does not fit.
     """
@@ -163,7 +163,7 @@ def keep(table: Table) -> None:
             known = dataclasses.replace(table, rows={})
         known.merge(table)
         known.write(path)
-    renew()
+    forget_tables()
 
 
 def _measure(
@@ -192,7 +192,7 @@ def _measure(
             cases |= {f"{scheme.name} {name}": run for name, run in runs.items()}
         x = torch.randn(m, shape[1], device=device, dtype=torch.bfloat16)
         cases[DENSE] = dense_layer(x, dense)
-        # where kernels draw all the power there is, the clock falls, and the fastest may be another
+        # long kernels reach the power limit, where the clock falls and another may be the fastest
         case = layers[wish.schemes[0].name][0].problem().case()
         effort = SUSTAINED if outcome.table.roofline(case) >= _LONG_US else QUICK
         times = timer(cases, len(dense), effort, device)
@@ -204,10 +204,10 @@ def _measure(
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What every candidate for a layer is held to.
+    """The result that every candidate for a layer must have.
 
-    The first copy of the weight is used; of ``rows``, int64, results are compared with ``exact``,
-    fp32.
+    The ``rows`` (int64) of the product with the first copy of the weight are compared with
+    ``exact`` (fp32).
     """
 
     name: str
@@ -217,7 +217,7 @@ class Expected:
 
 
 def expected(layer: Operands) -> list[Expected]:
-    """Compute what candidates are held to: on normal data, and for precise sums on one sign."""
+    """Compute the expected results: for normal data, and for precise sums also data of one sign."""
     m = layer.x.shape[0]
     count = min(m, _CHECKED_ROWS)
     rows = torch.arange(count, device=layer.x.device) * (m - 1) // max(count - 1, 1)
@@ -228,10 +228,10 @@ def expected(layer: Operands) -> list[Expected]:
 
 
 def fault(wanted: Sequence[Expected], backend: str, configuration: str = "") -> str:
-    """Compare a candidate with the definition; say what is wrong, or nothing.
+    """Compare a candidate with the expected results; return what is wrong, or an empty string.
 
-    Nothing is wrong if two runs give the same finite bits and every checked row is within the
-    limits that the module states.
+    A candidate is right if two runs give the same finite bits and every checked row is within the
+    limits in the module's docstring.
     """
     for one in wanted:
         try:
@@ -264,7 +264,7 @@ def _one_sign(layer: Operands) -> Operands:
 def limits(device: torch.device, timer: Timer = time_cases) -> Table:
     """Return the bandwidth and FP8 rate of a device as an empty table, for rooflines.
 
-    A GPU with a table keeps the table's figures; any other is measured.
+    A GPU with a table has the table's figures; any other is measured.
     """
     name = device_name(device) or device.type
     known = table_for(device_name(device))

@@ -1,4 +1,4 @@
-"""Compile, record, and on request tune what a model will run, before its first request."""
+"""Compile, record, and on request tune the kernels that a model will run, before its first call."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ def warmup(
 ) -> int:
     """Run every distinct FP8 layer once per row count, so that no request waits for a compiler.
 
-    Compiled kernels are kept on disk, those in CUDA C++ are compiled side by side, and a power of
-    two stands for all row counts below it down to the next, so ``m`` needs one value per size of
-    batch that will come. Where a kernel is cut in several ways for these, layers run each of them.
+    Compiled kernels are kept on disk, and those in CUDA C++ are compiled in parallel. A power of
+    two stands for all row counts from the next smaller one up to it, so ``m`` needs one value for
+    each size of batch. Where these row counts run several kernels, layers run each of them.
 
     On a GPU every layer then records its launches (see ``runtime.replay_cache``) for exactly these
     row counts: for one prompt of ``m`` tokens, and for ``m`` sequences of one token up to 256.
 
-    Experts run with as many experts per token as the first of these says: ``top_k`` of a
-    ``routing`` that is a ``functools.partial``; ``top_k`` or ``num_experts_per_tok`` of the module,
-    of the block that holds it, or of the router beside it; ``num_experts_per_tok`` of a config of
-    these or of the model. Where nothing says it, they run with 1, 2, 4 and 8.
+    The number of experts per token is the first of these that exists: ``top_k`` of a ``routing``
+    that is a ``functools.partial``; ``top_k`` or ``num_experts_per_tok`` of the module, of the
+    block that holds it, or of the router beside it; ``num_experts_per_tok`` of a config of these or
+    of the model. Where none exists, experts run with 1, 2, 4 and 8.
 
     Args:
         model: holds ``Fp8Linear`` layers or FP8 experts, on the device where they will run.
         m: row count (tokens) to expect, or several.
-        tune: first measure which backend is fastest for these layers, and keep the answer on disk;
+        tune: first measure which backend is fastest for these layers, and keep the times on disk;
             backends of experts are not measured.
         timer: how candidates are timed.
 
     Returns:
-        How many distinct calls were made.
+        The number of distinct calls that were made.
 
     Raises:
         TypeError: if ``model`` is no module, or a row count no integer.
@@ -109,7 +109,7 @@ def warmup(
 
 
 def _calls(model: nn.Module, m: Sequence[int]) -> Iterator[Callable[[], None]]:
-    """Give a call for every distinct module and number of rows."""
+    """Yield a call for every distinct module and number of rows."""
     done = set[object]()
     for module in model.modules():
         run = _run_of(module)
@@ -121,7 +121,7 @@ def _calls(model: nn.Module, m: Sequence[int]) -> Iterator[Callable[[], None]]:
 
 
 def layer_wishes(layers: Sequence[Fp8Linear], m: Sequence[int]) -> Iterator[Wish]:
-    """Return what to tune for some layers: their shapes, and those of siblings that are joined."""
+    """Yield what to tune for layers: their shapes, and those of siblings joined to one matrix."""
     for scheme in dict.fromkeys(layer.scheme for layer in layers):
         for accum in dict.fromkeys(layer.accum for layer in layers if layer.scheme == scheme):
             alike = [mod for mod in layers if (mod.scheme, mod.accum) == (scheme, accum)]
@@ -154,7 +154,7 @@ def tune_layers(layers: Sequence[Fp8Linear], m: Sequence[int], timer: Timer = ti
 
 
 def _row_counts(module: nn.Module, rows: int) -> list[int]:
-    """Add to a row count those of its power of two for which kernels are cut otherwise."""
+    """Return a row count, and others of its power of two for which layers run other kernels."""
     if not isinstance(module, Fp8Linear):
         return [rows]
     problems = [module.problem(rows)]
@@ -186,9 +186,9 @@ def _record(model: nn.Module, m: Sequence[int]) -> None:
 
 
 class _Run(NamedTuple):
-    """How to run a module: by ``call``, on an input ``[*lead, K]``.
+    """How to run a module: ``call(lead)`` runs it on an input ``[*lead, K]``.
 
-    Modules of an equal ``kind`` run the same kernels.
+    Modules with an equal ``kind`` run the same kernels.
     """
 
     kind: tuple[object, ...]
@@ -197,7 +197,7 @@ class _Run(NamedTuple):
 
 
 def _run_of(module: nn.Module) -> _Run | None:
-    """Return how to run a module, ``None`` for what runs no FP8."""
+    """Return how to run a module, ``None`` for a module without FP8 or fused kernels."""
     forward = vars(module).get("forward")
     if isinstance(module, Fp8Linear):
         return _layer(module)
@@ -230,7 +230,7 @@ def _layer(layer: Fp8Linear) -> _Run:
 
 
 def _activation(module: FusedActivation) -> _Run:
-    """Activate, and multiply by the layers that read the result."""
+    """Run an activation and the layers that read its result."""
     members = module.consumers.group.members
     layer = members[0]
 
@@ -288,7 +288,7 @@ def _feed_forward(module: FusedGatedMlp | FusedFeedForward) -> _Run | None:
 
 
 def _second_half(module: nn.Module, forward: ResidualForward) -> _Run | None:
-    """Run norm and feed-forward of a decoder layer that computes both in one call."""
+    """Run the norm and feed-forward of a decoder layer that computes both in one call."""
     norm, mlp = module._modules[forward.flow.before_mlp], module._modules["mlp"]
     if not (isinstance(norm, FusedNorm) and isinstance(mlp, FusedGatedMlp)):
         return None
@@ -304,7 +304,7 @@ def _second_half(module: nn.Module, forward: ResidualForward) -> _Run | None:
 
 
 def _rotary(module: nn.Module, forward: RotaryForward) -> _Run | None:
-    """Rotate heads in the strides of their products, with the same angles for all, and with own."""
+    """Rotate heads in the strides of their products, with shared angles and with each its own."""
     width: Any = getattr(module, "head_dim", None)
     layers = [module._modules.get(f"{name}_proj") for name in "qkv"]
     fp8 = [layer for layer in layers if isinstance(layer, Fp8Linear)]
@@ -334,7 +334,7 @@ def _own(module: nn.Module, forward: OwnForward) -> _Run:
             module(x)
             return
         given = forward.formula.correction == "given"
-        # blocks hand rows to routers
+        # blocks pass rows ``[M, K]`` to routers
         module(x.flatten(0, 1), *([x.new_zeros(weight.shape[0])] if given else []))
 
     kind = (type(forward), forward.formula, weight.shape, weight.dtype, weight.device)

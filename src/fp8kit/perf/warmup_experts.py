@@ -13,7 +13,7 @@ from fp8kit.modules.experts import Fp8Experts
 from fp8kit.perf.row_counts import expert_counts
 from fp8kit.runtime import replay_cache
 
-# how many experts a token takes, where nothing says it
+# experts per token to run with, where the number is not known
 USUAL = (1, 2, 4, 8)
 _NAMES = ("top_k", "num_experts_per_tok")
 # a config's own top_k belongs to the sampling of tokens
@@ -22,7 +22,7 @@ _OPTIONS = ("router_weight_on_input", "batch_invariant", "shared")
 
 
 def calls_of_experts(model: nn.Module, m: Sequence[int]) -> Iterator[Callable[[], None]]:
-    """Give a call for every distinct layer of experts and number of tokens."""
+    """Yield a call for every distinct layer of experts and number of tokens."""
     done = set[object]()
     for _, module, taken in experts_of(model):
         for top_k in taken:
@@ -39,7 +39,7 @@ def calls_of_experts(model: nn.Module, m: Sequence[int]) -> Iterator[Callable[[]
 def record_experts(model: nn.Module, m: Sequence[int]) -> None:
     """Run every layer of experts twice: the second call records.
 
-    Routers give weights in ``float32`` or in the dtype of the model.
+    It runs for weights in ``float32`` and in the dtype of the model, as routers give either.
     """
     for _, module, taken in experts_of(model):
         device = module.codes(module.stacks.down).device
@@ -53,7 +53,7 @@ def record_experts(model: nn.Module, m: Sequence[int]) -> None:
 
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, ExpertTensors, tuple[int, ...]]]:
-    """Give the FP8 experts of a model by name, with how many of them a token may take."""
+    """Yield the FP8 experts of a model: name, module, and possible numbers of experts per token."""
     parents = {child: mod for mod in model.modules() for child in mod.children()}
     for name, module in model.named_modules():
         if isinstance(module, ExpertTensors):
@@ -68,10 +68,10 @@ def experts_per_token(
 ) -> tuple[int, ...]:
     """Return how many experts a token may take, shared ones not included.
 
-    That is what the first of these says: ``top_k`` of the ``routing``, if it is a
-    ``functools.partial``; ``top_k`` or ``num_experts_per_tok`` of what is near; a config of these
-    or of the model. Where nothing says it, 1, 2, 4 and 8, up to E. ``near`` are itself, its parent
-    and what is beside it, in the order in which they are asked.
+    The number is the first of these that exists: ``top_k`` of the ``routing``, if it is a
+    ``functools.partial``; ``top_k`` or ``num_experts_per_tok`` of the modules ``near``; that of
+    their configs or the model's. Where none exists: 1, 2, 4 and 8, up to E. ``near`` are the module
+    itself, its parent and the parent's other children, in this order.
     """
     if module.stacks.call == "sorted" or module.stacks.activation is None:
         return (1,)  # no kernel sees more than the rows of an expert
@@ -93,7 +93,7 @@ def _told(module: ExpertTensors, near: Sequence[nn.Module], model: nn.Module) ->
 
 
 def _routed(module: ExpertTensors) -> int:
-    """Count the ids among which a router chooses."""
+    """Return the number of ids among which a router chooses."""
     return module.num_ids - module.shared if isinstance(module, Fp8Experts) else module.expert_count
 
 

@@ -1,8 +1,8 @@
 """Quantize on a CPU piece by piece, so that everything between input and codes stays in cache.
 
-The numbers are those of ``reference``, bit for bit. What makes it faster: maxima are taken of the
-bits, one piece at a time is widened to fp32, and nothing is clamped or searched for NaN where the
-scale rules both out.
+The result is that of ``reference``, bit for bit. It is faster because maxima are taken of the bits,
+one piece at a time is widened to fp32, and nothing is clamped or searched for NaN where the scale
+makes both impossible.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fp8kit.quantizers import reference
 from fp8kit.quantizers.problem import QuantizeProblem, QuantizerBackend
 from fp8kit.quantizers.scale_layout import laid_out
 
-# elements: input, fp32 copy and codes of a piece stay in cache; several threads get pieces
-# that outweigh the cost of waiting for each other after every operation
+# elements: input, fp32 copy and codes of a piece stay in cache; with several threads pieces are
+# larger, since the threads wait for each other after every operation
 _PIECE, _PIECE_PER_THREAD = 2**18, 2**20
 _BITS = {
     torch.bfloat16: (torch.int16, 0x7FFF),
@@ -43,12 +43,12 @@ def quantize(
     data: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantize with scales taken from the data; arguments as in ``reference``."""
-    if not _divides(x, group):
+    if not _covers_evenly(x, group):
         same = (group, dtype, min_scale, scale_ub, scale_rounding, scale_layout, data)
         return reference.quantize(x, *same)
     fmt = fp8_format(dtype)
     options = (group, fmt, min_scale, scale_ub, scale_rounding)
-    # amax / (amax / fp8_max) exceeds fp8_max by a rounding error at most, which the cast takes back
+    # amax / (amax / fp8_max) exceeds fp8_max by at most a rounding error, which the cast rounds off
     clamped = scale_ub is not None or (group == MX and scale_rounding == "floor")
     rows = x.reshape(-1, x.shape[-1])
     codes = torch.empty(rows.shape, dtype=dtype)
@@ -56,21 +56,21 @@ def quantize(
         parts = [_amax(piece, group) for piece, *_ in _pieces(rows, codes, group)]
         scale = reference.scales(torch.stack(parts).amax(0), *options)
         for piece, out, wide in _pieces(rows, codes, group):
-            _divide(piece, out, wide, scale, group, fmt.max if clamped else None)
+            _encode(piece, out, wide, scale, group, fmt.max if clamped else None)
     else:
         found = []
         for piece, out, wide in _pieces(rows, codes, group):
             found.append(reference.scales(_amax(piece, group), *options))
-            _divide(piece, out, wide, found[-1], group, fmt.max if clamped else None)
+            _encode(piece, out, wide, found[-1], group, fmt.max if clamped else None)
         scale = torch.cat(found).reshape(*x.shape[:-1], -1) if group.rows == 1 else torch.cat(found)
     codes = _with_nan(codes, scale, group, fmt.nan_code).view(x.shape)
     return codes if data is None else data.copy_(codes), laid_out(scale, scale_layout)
 
 
 def quantize_static(x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dtype) -> Tensor:
-    """Quantize with given scales, for one scale per tensor; others are left to ``reference``."""
+    """Quantize with one given scale per tensor; other granularities are left to ``reference``."""
     fmt = fp8_format(dtype)
-    if group != TENSOR or not _divides(x, group) or not scale.isfinite().all():
+    if group != TENSOR or not _covers_evenly(x, group) or not scale.isfinite().all():
         return reference.quantize_static(x, scale, group, dtype)
     rows = x.reshape(-1, x.shape[-1])
     codes = torch.empty(rows.shape, dtype=dtype)
@@ -78,12 +78,12 @@ def quantize_static(x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dt
         if _amax(piece, group).isnan().any():
             out.copy_(reference.quantize_static(piece, scale, group, dtype))
         else:
-            _divide(piece, out, wide, scale, group, fmt.max)
+            _encode(piece, out, wide, scale, group, fmt.max)
     return codes.view(x.shape)
 
 
-def _divides(x: Tensor, group: GroupShape) -> bool:
-    """Return whether groups that a piece can hold cover a matrix, or a stack of rows, evenly."""
+def _covers_evenly(x: Tensor, group: GroupShape) -> bool:
+    """Return whether groups cover ``x`` evenly, and pieces of whole rows can hold them."""
     if x.numel() == 0:
         return False
     if group.rows > 1 and (group.cols == -1 or x.dim() != 2 or x.shape[0] % group.rows):
@@ -92,7 +92,7 @@ def _divides(x: Tensor, group: GroupShape) -> bool:
 
 
 def _pieces(x: Tensor, codes: Tensor, group: GroupShape) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Cut input and output into runs of whole rows and groups, with fp32 room for each."""
+    """Cut input and output into pieces of whole rows and groups, each with an fp32 buffer."""
     threads = torch.get_num_threads()
     step = max(1, (_PIECE if threads == 1 else _PIECE_PER_THREAD * threads) // x.shape[1])
     if group.rows > 1:
@@ -103,7 +103,7 @@ def _pieces(x: Tensor, codes: Tensor, group: GroupShape) -> Iterator[tuple[Tenso
 
 
 def _amax(x: Tensor, group: GroupShape) -> Tensor:
-    """Take the largest magnitude of each group; as bits it is NaN above infinity above the rest."""
+    """Return the largest magnitude of each group; compared as bits, NaN is above infinity."""
     integer, mask = _BITS[x.dtype]
     bits = x.view(integer) & mask
     if group == TENSOR:
@@ -116,7 +116,7 @@ def _amax(x: Tensor, group: GroupShape) -> Tensor:
     return found.view(x.dtype).float()
 
 
-def _divide(
+def _encode(
     x: Tensor, out: Tensor, wide: Tensor, scale: Tensor, group: GroupShape, largest: float | None
 ) -> None:
     """Write the codes of a piece; those of groups with a NaN scale are not defined."""
@@ -135,7 +135,7 @@ def _divide(
 
 
 def _with_nan(codes: Tensor, scale: Tensor, group: GroupShape, nan_code: int) -> Tensor:
-    """Give groups whose scale is NaN the one code that NaN has."""
+    """Fill groups whose scale is NaN with the canonical NaN code."""
     matrix = scale.reshape(-1, scale.shape[-1])
     if reference.multipliers(matrix, group).isnan().any():
         nan = reference.expand_scale(matrix, tuple(codes.shape), group).isnan()

@@ -1,4 +1,4 @@
-// What kernels in CUDA C++ share: 16-byte vectors of values in, e4m3 codes out, bit-equal to
+// Quantization for all CUDA C++ kernels: from 16-byte vectors of values to e4m3 codes, bit-equal to
 // ``quantizers.reference``.
 //
 // Set by the host: KIND, the tag of the values' dtype.
@@ -9,7 +9,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr int F32 = 32, BF16 = 8;          // tags of dtypes; anything else is fp16
-[[maybe_unused]] constexpr int EACH = KIND == F32 ? 4 : 8;  // values of 16 bytes
+[[maybe_unused]] constexpr int EACH = KIND == F32 ? 4 : 8;  // values in a vector
 
 __device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -19,7 +19,7 @@ __device__ __forceinline__ u32 in_block(u32 address, int rank) {
   return remote;
 }
 
-// A value of 16 bits, the lower ones of a word.
+// Widens the 16-bit value in the lower half of a word.
 template <int KIND_ = KIND>
 __device__ __forceinline__ float widen(u32 half_bits) {
   if (KIND_ == BF16) return __uint_as_float(half_bits << 16);
@@ -34,7 +34,7 @@ __device__ __forceinline__ float load_value(const void* values, long long at) {
   return KIND_ == F32 ? ((const float*)values)[at] : widen<KIND_>(((const u16*)values)[at]);
 }
 
-// Two values of 16 bits.
+// Rounds two values to 16 bits and packs them into a word.
 template <int KIND_ = KIND>
 __device__ __forceinline__ u32 narrow(float low, float high) {
   u32 bits;
@@ -45,7 +45,8 @@ __device__ __forceinline__ u32 narrow(float low, float high) {
   return bits;
 }
 
-// Magnitudes are ordered like their bits, with NaN above infinity; those of 16 bits come in pairs.
+// Maximum of magnitudes as bits, which order like the values, with NaN above infinity. A word holds
+// one of 32 bits, or two of 16.
 __device__ __forceinline__ u32 larger(u32 magnitude, u32 word) {
   if (KIND == F32) return max(magnitude, word & 0x7fffffffu);
   asm("max.u16x2 %0, %0, %1;" : "+r"(magnitude) : "r"(word & 0x7fff7fffu));
@@ -63,7 +64,7 @@ __device__ __forceinline__ u32 largest(const uint4 (&held)[VECTORS_]) {
   return KIND == F32 ? magnitude : max(magnitude & 0xffff, magnitude >> 16);
 }
 
-// The scale of a largest magnitude, which is the bits of a value.
+// The scale of a group, from the bits of its largest magnitude.
 template <int KIND_ = KIND>
 __device__ __forceinline__ float scale_of(u32 magnitude, float min_scale) {
   const float amax = KIND_ == F32 ? __uint_as_float(magnitude) : widen<KIND_>(magnitude);
@@ -71,13 +72,14 @@ __device__ __forceinline__ float scale_of(u32 magnitude, float min_scale) {
   return amax < __uint_as_float(0x7f800000) ? scale : __uint_as_float(0x7fc00000);
 }
 
-// two multiply-adds after a rounded reciprocal: the code of the true quotient, see triton_encode
+// Two multiply-adds correct a product with the rounded reciprocal: the code is that of the true
+// quotient, see triton_encode.
 __device__ __forceinline__ float divide(float x, float scale, float reciprocal) {
   const float q = __fmul_rn(x, reciprocal);
   return __fmaf_rn(__fmaf_rn(q, scale, -x), -reciprocal, q);
 }
 
-// Four values, of one vector or of half of it, by their quotients.
+// Encodes the quotients of four values: an fp32 vector, or one half of a 16-bit vector.
 template <typename Quotient>
 __device__ __forceinline__ u32 encode_by(const uint4& vector, int half, Quotient quotient) {
   const u32 words[4] = {vector.x, vector.y, vector.z, vector.w};

@@ -1,7 +1,7 @@
 // codes[M, K] = e4m3(x / scale), scale[M] = max(max_k |x| / 448, min_scale), for few rows.
 //
-// A row belongs to a cluster of blocks, and stays in their registers from the one read to the one
-// write: each warp sends its maximum to every block of the cluster, all of which then agree.
+// A cluster of blocks has one row and keeps it in registers between its only read and its only
+// write. Each warp sends its maximum to every block of the cluster, so all get the same scale.
 //
 // Set by the host: KIND, VECTORS, BLOCKS of a cluster, THREADS of a block.
 

@@ -1,8 +1,8 @@
 """One scale per row, for few rows on Hopper: a cluster of blocks per row (``hopper_rows.cu``).
 
-Few rows are a matter of latency. The Triton kernel reads a row as often as programs share it; here
-its blocks tell each other their maxima, so a row is read once, into registers, by as many threads
-as it has 16-byte vectors. Bit-equal to ``reference``.
+With few rows latency decides. In the Triton kernel, each program that shares a row reads all of it;
+here the blocks send each other their maxima, so a row is read once, into registers, with at most
+four 16-byte vectors per thread. Bit-equal to ``reference``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ except ImportError:  # without the extra ``cuda``
 _KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}
 _THREADS, _MOST_THREADS, _MOST_BLOCKS, _MOST_VECTORS = 128, 512, 8, 4
 _ALIGN = 16
-_MOST_ROWS = 32  # beyond, a block per row needs no cluster to spread the work
-_SHORT = 512  # vectors of a row that one block quantizes as fast
-_MANY_ROWS, _LONG = 16, 3584  # so many rows of so many vectors: a program each is faster
+_MOST_ROWS = 32  # beyond, one block per row spreads the work well enough
+_SHORT = 512  # vectors: one block quantizes a row of at most so many as fast as a cluster
+_MANY_ROWS, _LONG = 16, 3584  # with at least so many rows and vectors, a program per row is faster
 
 
 class RowCut(NamedTuple):
-    """How a row is spread: blocks of a cluster, a power of two, threads, their 16-byte vectors."""
+    """How a row is spread: blocks (a power of two), their threads, 16-byte vectors per thread."""
 
     blocks: int
     threads: int
@@ -36,9 +36,9 @@ class RowCut(NamedTuple):
 
 
 def row_cut(m: int, vectors: int, processors: int) -> RowCut | None:
-    """Spread rows of 16-byte vectors; ``None`` if they are too long to be held."""
-    blocks, each = 2, 1  # a cluster of one has no shared memory to address
-    # half of the multiprocessors stay free for the kernel behind, where two blocks per row allow it
+    """Spread rows of 16-byte vectors; ``None`` if a row is too long for the registers."""
+    blocks, each = 2, 1  # the kernel addresses a peer's shared memory
+    # half of the multiprocessors stay free for the next kernel, where two blocks per row allow it
     most = min(_MOST_BLOCKS, processors // (2 * m))
     while 2 * blocks <= most and vectors > 2 * blocks * _THREADS:
         blocks *= 2
@@ -66,9 +66,9 @@ def quantize_rows(
 ) -> None:
     """Quantize ``x`` row by row into ``data`` and ``scale``.
 
-    ``x [M, K]`` is what ``takes`` accepts, ``scale`` contiguous ``float32 [M]``, and ``data``
-    ``uint8 [M, K]``, e4m3fn codes; columns are adjacent, rows 8 bytes apart in multiples (4 if
-    ``x`` is fp32). The floor under the scales is such that quotients are exact (``SAFE_SCALE``).
+    ``takes`` accepts ``x [M, K]``, ``scale`` is contiguous ``float32 [M]``, and ``data`` receives
+    e4m3fn codes as ``uint8 [M, K]``; its columns are adjacent, and rows start at multiples of 8
+    bytes (4 if ``x`` is fp32). ``min_scale`` is at least ``SAFE_SCALE``: quotients are exact.
     """
     m, k = x.shape
     vectors = k * x.element_size() // _ALIGN
@@ -103,7 +103,7 @@ def _kernel(kind: int, cut: RowCut, device: int) -> Any:
         "cluster_rows_kernel",
         block=cut.threads,
         cluster=cut.blocks,
-        shared_bytes=0,  # blocks that crowd on few multiprocessors leave the others to the product
+        shared_bytes=0,  # many blocks fit on one multiprocessor, which leaves others to the product
         device=torch.device("cuda", device),
     )
 

@@ -1,4 +1,4 @@
-"""What is asked of a quantizer, as frozen data, and the ordered implementations."""
+"""A quantization as frozen data, and the backends that quantize, in order of preference."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class QuantizeProblem:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class QuantizerBackend(Backend):
-    """An implementation of quantization, with the arguments of ``reference``.
+    """A backend whose functions take the arguments of those in ``reference``.
 
     Dequantizing is not memory-critical: ``reference`` does it on every device.
     """

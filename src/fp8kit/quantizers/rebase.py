@@ -22,13 +22,13 @@ from torch.nn import functional as F
 from fp8kit.errors import InvalidValue
 from fp8kit.formats import MX, ROW, TENSOR, GroupShape, QTensor, check_group, scale_shape
 
-LARGEST_CHANGE = 1e-4  # of a weight that is held rebased
+LARGEST_CHANGE = 1e-4  # limit of ``Rebased.largest_change`` for a layer that keeps the result
 _LARGEST, _SMALLEST_STEP = 448.0, 2.0**-9
 _NAN, _E8M0_NAN, _BIAS = 0x7F, 255, 127
 # farther down every code is zero; a single smallest step may move up this far
 _DOWN, _UP = 19, 18
-_NONE = -(2**15)  # what a group without a value needs: less than any other
-_PIECE = 2**22  # elements at a time, which bounds the memory beside the weight
+_NONE = -(2**15)  # exponent that a group without a value needs: less than any other
+_PIECE = 2**22  # elements at a time, which bounds the temporary memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,11 +37,11 @@ class Rebased:
 
     Args:
         q: codes and ``float32`` scales, powers of two.
-        exponents: the E8M0 bytes that the groups had, for ``restore``.
+        exponents: the original E8M0 bytes of the groups, for ``restore``.
         changed: how many codes lost bits.
-        largest_change: of all rows the largest root mean square, over the groups of 32 in the row,
-            of ``norm(change) / norm(group)``. Every group counts alike, as inputs may be small
-            where the weight is large.
+        largest_change: for each row, take the root mean square of ``norm(change) / norm(group)``
+            over its groups of 32; this is the largest of these. All groups have equal weight, since
+            inputs may be small where the weight is large.
     """
 
     q: QTensor
@@ -51,7 +51,7 @@ class Rebased:
 
     @property
     def loses(self) -> str:
-        """Why a layer should not hold its weight so; empty if it may."""
+        """Reason why a layer should not keep its weight rebased; empty if it may."""
         if (self.exponents == _E8M0_NAN).any():
             return "would lose the codes of NaN groups"
         return f"would change {told_change([self])}" if self.largest_change > LARGEST_CHANGE else ""
@@ -72,9 +72,9 @@ def rebase_or_decline(
 ) -> tuple[GroupShape | None, dict[str, Rebased], str]:
     """Rebase the MX weights of a layer to the first of several groups that loses next to nothing.
 
-    All of them get the same groups. Gives these, ``None`` if there are none such; the new weights;
-    and a sentence with the count of changed values and the largest change, or with what each of the
-    groups would change.
+    All weights get the same groups. Returns the groups, ``None`` if all lose too much; the new
+    weights; and a sentence with the count of changed values and the largest change, or with what
+    each of the groups would change.
     """
     said: list[str] = []
     for group in groups:
@@ -126,9 +126,9 @@ def rebase(q: QTensor, group: GroupShape = ROW) -> Rebased:
 def restore(q: QTensor, exponents: Tensor) -> QTensor:
     """Undo ``rebase``: give groups of 32 their exponents back, and codes their bits.
 
-    ``q`` is what ``rebase`` gave: e4m3fn codes with powers of two as scales; and ``exponents`` the
-    E8M0 bytes it kept, ``scale_shape(q.shape, MX)``. A code that ``rebase`` changed is the one
-    nearest to what it became.
+    ``q`` is a result of ``rebase``: e4m3fn codes with powers of two as scales; ``exponents`` are
+    the E8M0 bytes that it kept, ``scale_shape(q.shape, MX)``. Where ``rebase`` changed a value, the
+    restored code is the one nearest to the changed value.
     """
     data = torch.empty_like(q.data, memory_format=torch.contiguous_format)
     if data.numel():
@@ -161,7 +161,7 @@ def _check(q: QTensor, group: GroupShape) -> None:
 def _shared_exponents(q: QTensor, group: GroupShape) -> Tensor:
     """Return the least biased exponents that let every group fit, ``int32``."""
     need = torch.empty(q.scale.shape, dtype=torch.int32, device=q.device)
-    table = _needs(q.device)
+    table = _exponent_table(q.device)
     for rows in _pieces(q.data):
         magnitude = _rows(q.data, rows).view(torch.uint8) & 0x7F
         magnitude = magnitude.masked_fill(magnitude == _NAN, 0)
@@ -172,7 +172,7 @@ def _shared_exponents(q: QTensor, group: GroupShape) -> Tensor:
         _rows(need, rows).copy_(held.masked_fill((largest == 0) | (own == _E8M0_NAN), _NONE))
     shared = _largest_of(need, q, group)
     zeros = q.scale.int().masked_fill(q.scale == _E8M0_NAN, 0)
-    # without a value to fit, any scale will do: that of the largest group, or one
+    # without a value to fit, any scale will do: the largest of the groups' scales, or the least
     plain = _largest_of(zeros, q, group)
     return torch.where(shared == _NONE, plain, shared).clamp_(1, _E8M0_NAN - 1)
 
@@ -189,7 +189,7 @@ def _largest_of(values: Tensor, q: QTensor, group: GroupShape) -> Tensor:
 
 
 def _spread(shared: Tensor, shape: torch.Size, group: GroupShape) -> Tensor:
-    """Repeat exponents of rows or blocks for the groups of 32 in them."""
+    """Expand the exponents of rows or blocks to one for each group of 32."""
     if group == TENSOR:
         return shared.reshape([1] * len(shape)).expand(shape)
     if group.rows > 1:
@@ -206,13 +206,13 @@ def _shift_rows(codes: Tensor, own: Tensor, shared: Tensor, out: Tensor) -> tupl
     if nan.any():
         shifted.masked_fill_(_per_element(nan, codes.shape[-1]), _NAN)
     out.view(torch.uint8).copy_(shifted)
-    lost = _lossy(codes.device)[index] & ~_per_element(nan, codes.shape[-1])
+    lost = _loss_table(codes.device)[index] & ~_per_element(nan, codes.shape[-1])
     per_row = lost.sum(-1)
     rows = per_row.nonzero().flatten()
     if not len(rows):
         return 0, 0.0
     # the value under the shared scale, exact in fp32 before and after
-    before = _exact(codes.device)[index[rows]]
+    before = _value_table(codes.device)[index[rows]]
     change = (before - out[rows].float().nan_to_num()).masked_fill(~lost[rows], 0)
     ratios = (_group_norms(change) / _group_norms(before)).nan_to_num(0)
     return int(per_row.sum()), float(ratios.square().mean(-1).sqrt().max())
@@ -224,10 +224,10 @@ def _group_norms(values: Tensor) -> Tensor:
 
 
 def _shifted(codes: Tensor, distance: Tensor) -> tuple[Tensor, Tensor]:
-    """Shift codes ``[M, K]`` by exponents ``[M, K / 32]``; return bytes, and places in tables."""
+    """Shift codes ``[M, K]`` by exponents ``[M, K / 32]``; return bytes, and indices of tables."""
     step = (distance.clamp(-_DOWN, _UP) + _DOWN) * 256
     index = _per_element(step, codes.shape[-1]) + codes.view(torch.uint8)
-    return _codes(codes.device)[index], index
+    return _code_table(codes.device)[index], index
 
 
 def _per_element(values: Tensor, cols: int) -> Tensor:
@@ -250,30 +250,30 @@ def _all_codes(device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _exact(device: torch.device) -> Tensor:
-    """Value of each code at each distance, flat; NaN as 0, which no sum of changes may meet."""
+def _value_table(device: torch.device) -> Tensor:
+    """Return the value of each code at each distance, flat; NaN as 0, to keep it out of sums."""
     powers = torch.arange(-_DOWN, _UP + 1, device=device).float().exp2()
     return (_all_codes(device).nan_to_num() * powers[:, None]).flatten()
 
 
 @functools.cache
-def _codes(device: torch.device) -> Tensor:
-    """Code of each code at each distance, flat: rounded to nearest even, saturated, NaN kept."""
-    bits = _exact(device).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+def _code_table(device: torch.device) -> Tensor:
+    """Return each code at each distance, flat: rounded to nearest even, saturated, NaN kept."""
+    bits = _value_table(device).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
     own = torch.arange(256, dtype=torch.uint8, device=device).repeat(_DOWN + _UP + 1)
     return torch.where((own & _NAN) == _NAN, own, bits)
 
 
 @functools.cache
-def _lossy(device: torch.device) -> Tensor:
-    values = _exact(device)
-    held: Tensor = _codes(device).view(torch.float8_e4m3fn).float().nan_to_num()
+def _loss_table(device: torch.device) -> Tensor:
+    values = _value_table(device)
+    held: Tensor = _code_table(device).view(torch.float8_e4m3fn).float().nan_to_num()
     return held.ne(values)
 
 
 @functools.cache
-def _needs(device: torch.device) -> Tensor:
-    """Distance between the exponent of a group and the least under which this magnitude fits."""
+def _exponent_table(device: torch.device) -> Tensor:
+    """Return for each magnitude the distance from its group's exponent to the least that fits."""
     values = _all_codes(device)[:128].nan_to_num(0)
     mantissa, exponent = torch.frexp(values)
     largest, top = math.frexp(_LARGEST)

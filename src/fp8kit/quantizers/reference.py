@@ -1,4 +1,4 @@
-"""Quantize and dequantize in plain torch, on any device: the specification of every other one.
+"""Quantize and dequantize in plain torch, on any device: the specification of every backend.
 
     amax  = max |x| over the group, bounded from above by scale_ub
     scale = max(amax / fp8_max, min_scale), rounded as asked; NaN if amax is not finite
@@ -35,7 +35,7 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantize with scales taken from the data; see ``functional.quantize`` for the arguments.
 
-    Codes go to ``data``, if it is given.
+    Codes are written to ``data``, if it is given.
     """
     fmt = fp8_format(dtype)
     amax = _group_amax(x.float(), group)
@@ -92,7 +92,7 @@ def expand_scale(scale: Tensor, shape: tuple[int, ...], group: GroupShape) -> Te
 
 
 def multipliers(scale: Tensor, group: GroupShape) -> Tensor:
-    """Return scales as ``float32`` numbers, in the shape they have; only those of MX change."""
+    """Return scales as ``float32`` numbers of the same shape; only MX scales need a conversion."""
     if group != MX:
         return scale
     # 2^(byte - 127) built from bits: torch has no arithmetic on E8M0, and byte 0 is subnormal

@@ -1,8 +1,9 @@
-"""How codes and scales lie in memory where products load them fastest.
+"""Memory layouts of codes and scales that products load fastest.
 
-Column-major scales have the logical shape of any others. Rows are adjacent, columns a multiple of
-four values apart: what the tensor memory accelerator needs to load the scales of many rows at once.
-On Hopper it loads rows of codes up to twice as fast if they start at multiples of 64 bytes.
+Column-major scales have the same logical shape as row-major ones, but the scales of one column are
+adjacent, and columns start at multiples of four values: the tensor memory accelerator (TMA) needs
+both to load the scales of many rows at once. On Hopper, TMA loads rows of codes up to twice as fast
+if they start at multiples of 64 bytes.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ LAYOUTS = ("row", "column")
 _MULTIPLE = 4  # rows: 16 bytes of ``float32``
 _TILE_ROWS, _TILE_COLS = 128, 4  # scales in a tile of 512 bytes, for MX products
 _E8M0 = (torch.uint8, torch.float8_e8m0fnu)
-_TMA_ALIGN, _FULL_RATE = 16, 64  # bytes that rows of codes have to start at multiples of
+_TMA_ALIGN, _FULL_RATE = 16, 64  # rows of codes start at multiples of so many bytes
 
 
 def product_layout(group: GroupShape) -> str:
-    """Name the layout in which layers write scales of activations, so that nothing copies them."""
+    """Return the layout in which layers write activation scales, so that no product copies them."""
     return "column" if group == GROUP128 else "row"
 
 
@@ -51,9 +52,9 @@ def empty_scale(x: Tensor, group: GroupShape, layout: str) -> Tensor:
 
 
 def empty_codes(x: Tensor, group: GroupShape, dtype: torch.dtype) -> Tensor | None:
-    """Allocate codes with gaps between their rows, if a product loads them faster then.
+    """Allocate codes with gaps between their rows, if a product then loads them faster.
 
-    They are ``[M, K]``, not initialised; ``None`` where gaps gain nothing, or were not measured.
+    The codes are ``[M, K]``, not initialised; ``None`` where gaps do not help or were not measured.
     """
     m, k = x.shape
     if m < 2 or k % _TMA_ALIGN or not k % _FULL_RATE or group.rows != 1:

@@ -27,7 +27,7 @@ _MAX_BLOCK = 32768  # elements per group that one program holds in registers
 
 
 def supports(problem: QuantizeProblem) -> str | None:
-    """Accept what the kernels cover, or give the reason why not."""
+    """Return the reason why the kernels do not cover a problem, ``None`` if they do."""
     if problem.in_dtype not in FLOATS:
         return f"{problem.in_dtype} input; the kernels read bfloat16, float16 and float32"
     return missing_gpu(problem.capability, (8, 9)) or _group_reason(problem.group)
@@ -58,9 +58,9 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantize with scales taken from the data; see ``functional.quantize`` for the arguments.
 
-    ``x`` is bf16, fp16 or fp32, of any shape and strides. Codes go to ``data [M, K]``, if it is
-    given; its rows may have gaps if groups lie along rows. Padding of column-major scales is not
-    initialised.
+    ``x`` is bf16, fp16 or fp32, of any shape and strides. Codes are written to ``data [M, K]``, if
+    it is given; its rows may have gaps if a group is within one row. The padding of column-major
+    scales is not initialised.
     """
     if x.numel() == 0:
         options = (group, dtype, min_scale, scale_ub, scale_rounding, scale_layout, data)
@@ -69,8 +69,8 @@ def quantize(
     data = torch.empty(x.shape, dtype=dtype, device=x.device) if data is None else data
     assert data.is_contiguous() or (group.rows == 1 and data.dim() == 2)
     division = division_of(group, min_scale, scale_ub, scale_rounding)
-    recipe = ScaleRule(min_scale, False, division, fp8_format(dtype).max)
-    _launch(x, scale, scale_ub, data, group, recipe)
+    rule = ScaleRule(min_scale, False, division, fp8_format(dtype).max)
+    _launch(x, scale, scale_ub, data, group, rule)
     return data, scale
 
 
@@ -79,8 +79,8 @@ def quantize_static(x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dt
     data = torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.numel():
         division = "mx floor" if group == MX else "ieee"
-        recipe = ScaleRule(0.0, True, division, fp8_format(dtype).max)
-        _launch(x, scale, None, data, group, recipe)
+        rule = ScaleRule(0.0, True, division, fp8_format(dtype).max)
+        _launch(x, scale, None, data, group, rule)
     return data
 
 
@@ -90,7 +90,7 @@ def _launch(
     scale_ub: Tensor | None,
     data: Tensor,
     group: GroupShape,
-    recipe: ScaleRule,
+    rule: ScaleRule,
 ) -> None:
     raw = data.view(torch.uint8)
     m, k = math.prod(x.shape[:-1]), x.shape[-1]
@@ -98,24 +98,24 @@ def _launch(
     with current(x.device):
         if group == TENSOR:
             cut = tensor_tile(x.numel(), x.element_size(), count)
-            quantize_tensor(x.reshape(m, k), scale, scale_ub, raw, recipe, cut)
+            quantize_tensor(x.reshape(m, k), scale, scale_ub, raw, rule, cut)
         elif group.rows > 1:
             stack = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
             scales = scale.reshape(stack.shape[0], *scale.shape[-2:])
-            quantize_blocks(stack, scales, scale_ub, raw, group.rows, group.cols, recipe)
+            quantize_blocks(stack, scales, scale_ub, raw, group.rows, group.cols, rule)
         elif group.cols == -1:
-            rows, exact = x.reshape(m, k), recipe.division == "corrected"
+            rows, exact = x.reshape(m, k), rule.division == "corrected"
             scales = scale.reshape(m)
-            if exact and recipe.fp8_max == E4M3_MAX and hopper_rows.takes(rows, count):
-                hopper_rows.quantize_rows(rows, scales, codes, recipe.min_scale, count)
+            if exact and rule.fp8_max == E4M3_MAX and hopper_rows.takes(rows, count):
+                hopper_rows.quantize_rows(rows, scales, codes, rule.min_scale, count)
                 return
             tile = row_tile(m, k, x.element_size(), count)
-            tile = tile._replace(held=0) if recipe.static else tile
-            quantize_rows(rows, scales, scale_ub, codes, recipe, tile)
+            tile = tile._replace(held=0) if rule.static else tile
+            quantize_rows(rows, scales, scale_ub, codes, rule, tile)
         else:
             scales = scale.reshape(1, -1) if m == 1 else scale.flatten(0, -2)
             part = group_tile(m, k, group.cols, x.element_size(), scales.stride(0) == 1, count)
-            quantize_groups(x.reshape(m, k), scales, scale_ub, codes, group.cols, recipe, part)
+            quantize_groups(x.reshape(m, k), scales, scale_ub, codes, group.cols, rule, part)
 
 
 @functools.cache

@@ -53,7 +53,7 @@ _E8M0_NAN = tl.constexpr(255)
 
 
 def missing_gpu(capability: tuple[int, int] | None, least: tuple[int, int]) -> str | None:
-    """Return what kernels need that a device is not; their interpreter runs on every one."""
+    """Return which GPU the kernels need, ``None`` if the device will do, or for the interpreter."""
     if INTERPRETED.value or (capability is not None and capability >= least):
         return None
     return f"needs an NVIDIA GPU from sm{least[0]}{least[1]}"
@@ -62,8 +62,8 @@ def missing_gpu(capability: tuple[int, int] | None, least: tuple[int, int]) -> s
 class ScaleRule(NamedTuple):
     """The numbers of one quantization, the same for every tile.
 
-    ``static`` scales are given, not computed; ``division`` is what is known of the operands, see
-    ``encode_quotient``.
+    ``static`` scales are given, not computed; ``division`` says what is known of the operands (see
+    ``encode_quotient``).
     """
 
     min_scale: float
@@ -75,7 +75,7 @@ class ScaleRule(NamedTuple):
 def division_of(
     group: GroupShape, min_scale: float, scale_ub: Tensor | None, scale_rounding: str
 ) -> str:
-    """Return what kernels know of a division by dynamic scales, see ``encode_quotient``."""
+    """Return the ``DIVISION`` of ``encode_quotient`` that is right for dynamic scales."""
     if group == MX:
         return "mx floor" if scale_rounding == "floor" else "mx ceil"
     safe = SAFE_SCALE <= min_scale <= 1 / SAFE_SCALE
@@ -87,10 +87,10 @@ def division_of(
 
 
 def few_warps(numel: int, lanes: int, processors: int) -> int:
-    """Choose the warps of programs whose threads load one vector each, so that few start.
+    """Choose the warps of a program whose threads load one vector each, so that few programs start.
 
-    More than four programs for each multiprocessor take longer to start than they save. One warp
-    loads ``lanes`` of ``numel`` elements in all.
+    More than four programs per multiprocessor take longer to start than they save. There are
+    ``numel`` elements, and one warp loads ``lanes`` of them.
     """
     return next((w for w in (4, 8) if numel <= 4 * w * lanes * processors), 16)
 
@@ -103,7 +103,7 @@ def appended(tiles, tile):
 
 @triton.jit
 def existing(row, M):
-    """Give which of a program's rows there are, given a grid that leaves no program without one."""
+    """Return which of a program's rows exist; the grid gives each program at least one."""
     if row.shape[0] == 1:
         return tl.full(row.shape, 1, tl.int1)  # a constant, which costs no predicates
     else:
@@ -261,7 +261,7 @@ def encode_quotient(
         r = tl.div_rn(1.0, scale)
         q = corrected_quotient(x, scale, r)
         if DIVISION != "corrected" and not INTERPRETED:
-            # the correction of an infinite quotient is NaN, and far above the maximum it is idle
+            # the correction of an infinite quotient is NaN, and far above the maximum has no effect
             rough = x * r
             q = tl.where(tl.abs(rough) < 1048576.0, q, rough)
     return encode(q, FP8_MAX, NATIVE)
@@ -269,7 +269,7 @@ def encode_quotient(
 
 @triton.jit
 def is_safe(scale):
-    """Return whether a given scale may divide as ``"safe"``, see ``encode_quotient``."""
+    """Return whether ``encode_quotient`` may divide by this scale as ``"safe"``."""
     return (scale >= _SAFE_SCALE) & (scale <= 1.0 / _SAFE_SCALE)
 
 

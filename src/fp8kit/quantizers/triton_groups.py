@@ -3,9 +3,8 @@
     scale[m, g] = max(max_i |x[m, g * G + i]| / fp8_max, min_scale)        for groups
     byte[m, g]  = exponent of that maximum, rounded down or up             for MX
 
-Every element is read once and stays in registers between the amax and the division. Scales go to
-any strides, so the column-major layout that TMA loads of a GEMM want costs no transpose, or (MX)
-into the 128x4 tiles of cuBLAS, whose padding is written as zero.
+Every element is read once and stays in registers between the amax and the division. Scales are
+written with any strides, so the column-major layout that a GEMM loads by TMA needs no transpose.
 """
 
 from typing import NamedTuple
@@ -35,10 +34,10 @@ from fp8kit.runtime.triton_overlap import join_stream, overlaps, prefetch
 
 
 class GroupTile(NamedTuple):
-    """How a matrix of groups is cut.
+    """How a matrix of groups is tiled.
 
-    ``rows`` and ``groups`` along a row, per tile, are powers of two; the ``held`` tiles of a
-    program are next to each other along a row.
+    A tile has ``rows`` rows of ``groups`` groups, both powers of two. A program has ``held`` tiles,
+    which are adjacent along a row.
     """
 
     rows: int
@@ -59,11 +58,11 @@ def group_tile(
     crowded = m * k > 16 * LOADS * lanes * processors
     warps, loads = (8, LOADS // 2) if crowded else (few_warps(m * k, lanes, processors), 1)
     if column and m * k <= 8 * 4 * lanes * processors:
-        warps = 4  # eight small programs for each multiprocessor were faster than four of eight
+        warps = 4  # eight programs of 4 warps per multiprocessor were faster than four of 8
     budget = max(1, warps * lanes // group)
     most = max(1, budget // 8) if column else budget
     count = triton.cdiv(k, group)
-    # as many neighbours as leave at most one lane in eight idle
+    # the most groups per program that leave at most one lane in eight idle
     spans = (1 << i for i in range((loads * most).bit_length() - 1, -1, -1))
     span = next(n for n in spans if -count % n * 7 <= count)
     held = min(loads, span)
@@ -154,13 +153,13 @@ def quantize_groups(
     scale_ub: Tensor | None,
     data: Tensor,
     group: int,
-    recipe: ScaleRule,
+    rule: ScaleRule,
     tile: GroupTile,
 ) -> None:
     """Quantize ``x`` in groups of columns into ``data``, reading (static) or writing ``scale``.
 
-    ``x [M, K]`` and ``scale``, ``[M, ceil(K / group)]`` of ``float32`` or (MX) ``uint8``, are in
-    any strides, and ``data`` is ``uint8 [M, K]``, columns adjacent. A group is a power of two.
+    ``x [M, K]`` and ``scale``, ``[M, ceil(K / group)]`` of ``float32`` or (MX) ``uint8``, have any
+    strides, and ``data`` is ``uint8 [M, K]`` with adjacent columns. ``group`` is a power of two.
     """
     m, k = x.shape
     overlap = overlaps(x.device)
@@ -168,8 +167,8 @@ def quantize_groups(
     launch(
         _groups_kernel, triton.cdiv(m, tile.rows) * across,
         x, scale, scale_ub, data, m, x.stride(0), x.stride(1), scale.stride(0), scale.stride(1),
-        recipe.min_scale, K=k, STRIDE_DM=data.stride(0), GROUP=group, STATIC=recipe.static,
-        DIVISION=recipe.division, FP8_MAX=recipe.fp8_max, BLOCK_M=tile.rows,
+        rule.min_scale, K=k, STRIDE_DM=data.stride(0), GROUP=group, STATIC=rule.static,
+        DIVISION=rule.division, FP8_MAX=rule.fp8_max, BLOCK_M=tile.rows,
         BLOCK_G=tile.groups, HELD=tile.held, num_warps=tile.warps, enable_fp_fusion=False,
         OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip
@@ -241,13 +240,13 @@ def quantize_blocks(
     data: Tensor,
     rows: int,
     cols: int,
-    recipe: ScaleRule,
+    rule: ScaleRule,
 ) -> None:
     """Quantize a stack of matrices block by block, reading (static) or writing ``scale``.
 
-    ``x [E, M, K]`` and ``scale``, ``float32 [E, ceil(M / rows), ceil(K / cols)]``, are in any
-    strides, ``data``, ``uint8 [E, M, K]``, is contiguous. Rows and columns of a block are powers of
-    two.
+    ``x [E, M, K]`` and ``scale``, ``float32 [E, ceil(M / rows), ceil(K / cols)]``, have any
+    strides; ``data``, ``uint8 [E, M, K]``, is contiguous. ``rows`` and ``cols`` of a block are
+    powers of two.
     """
     overlap = overlaps(x.device)
     warps = min(8, max(1, rows * cols // 2048))
@@ -255,8 +254,8 @@ def quantize_blocks(
     held = min(rows, max(1, rows * cols * x.element_size() // (warps * 32 * 32)))
     launch(
         _blocks_kernel, scale.numel(),
-        x, scale, scale_ub, data, x.shape[1], *x.stride(), *scale.stride(), recipe.min_scale,
-        K=x.shape[2], ROWS=rows, COLS=cols, STATIC=recipe.static, DIVISION=recipe.division,
-        FP8_MAX=recipe.fp8_max, HELD=held, num_warps=warps, enable_fp_fusion=False,
+        x, scale, scale_ub, data, x.shape[1], *x.stride(), *scale.stride(), rule.min_scale,
+        K=x.shape[2], ROWS=rows, COLS=cols, STATIC=rule.static, DIVISION=rule.division,
+        FP8_MAX=rule.fp8_max, HELD=held, num_warps=warps, enable_fp_fusion=False,
         OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip

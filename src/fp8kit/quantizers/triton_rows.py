@@ -31,10 +31,10 @@ _HELD = 7  # 16-byte loads that a thread can hold in 64 registers and still comp
 
 
 class RowTile(NamedTuple):
-    """How rows are cut, a pure function of the problem; see ``row_tile``.
+    """How rows are tiled, a pure function of the problem; see ``row_tile``.
 
-    ``cols`` of one tile are a power of two; ``held`` tiles of a row are kept in registers, 0 reads
-    it twice. Only then may several programs, ``slices``, share a row.
+    A tile has ``cols`` columns, a power of two. ``held`` tiles of a row stay in registers; with 0
+    the row is read twice, and only then may several programs (``slices``) share a row.
     """
 
     rows: int
@@ -55,8 +55,8 @@ def row_tile(m: int, k: int, itemsize: int, processors: int) -> RowTile:
     crowded = m > 4 * processors
     each = triton.cdiv(k, lanes)
     if m > 64 and 1 < each <= _HELD:
-        # a warp per row needs no barrier; programs are to be few, as one starts in 1.3 ns, but not
-        # so few that most find room on multiprocessors which the product ahead leaves idle
+        # a warp per row needs no barrier. Starting a program takes 1.3 ns, so they should be few,
+        # but not so few that most fit on the multiprocessors that the previous product leaves idle
         if m > 8 * processors:
             rows = 8 if each <= 3 else 4
         else:
@@ -66,7 +66,7 @@ def row_tile(m: int, k: int, itemsize: int, processors: int) -> RowTile:
         rows = 4096 // whole if crowded else 1
         return RowTile(rows, whole, 1, 1, max(1, min(4, rows * whole // lanes)))
     if 64 < m <= min(256, 2 * processors) and itemsize == 2 and k in (4096, 7168):
-        # a multiprocessor has a row or two: the product behind waits least for one load a thread
+        # one or two rows per multiprocessor: the next product waits least for one load per thread
         return RowTile(1, whole, 1, 1, whole // lanes)
     if 64 < m <= 3 * processors // 2 and itemsize == 2 and k == 3072:
         return RowTile(1, 4 * lanes, 3, 1, 4)  # no lane idles, and few warps wait for each other
@@ -160,13 +160,13 @@ def quantize_rows(
     scale: Tensor,
     scale_ub: Tensor | None,
     data: Tensor,
-    recipe: ScaleRule,
+    rule: ScaleRule,
     tile: RowTile,
 ) -> None:
     """Quantize ``x`` row by row into ``data``, reading (static) or writing ``scale``.
 
-    ``x [M, K]`` is in any strides, ``scale`` ``float32 [M]``, and ``data`` ``uint8 [M, K]``,
-    columns adjacent. A static quantization needs ``tile.held == 0``.
+    ``x [M, K]`` has any strides, ``scale`` is ``float32 [M]``, and ``data`` ``uint8 [M, K]`` with
+    adjacent columns. A static quantization needs ``tile.held == 0``.
     """
     m, k = x.shape
     overlap = overlaps(x.device)
@@ -174,9 +174,9 @@ def quantize_rows(
     registers = 64 if tile.held > 5 else None
     launch(
         _rows_kernel, triton.cdiv(m, tile.rows) * tile.slices,
-        x, scale, scale_ub, data, m, x.stride(0), x.stride(1), scale.stride(0), recipe.min_scale,
-        K=k, STRIDE_DM=data.stride(0), STATIC=recipe.static, DIVISION=recipe.division,
-        FP8_MAX=recipe.fp8_max, BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held,
+        x, scale, scale_ub, data, m, x.stride(0), x.stride(1), scale.stride(0), rule.min_scale,
+        K=k, STRIDE_DM=data.stride(0), STATIC=rule.static, DIVISION=rule.division,
+        FP8_MAX=rule.fp8_max, BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held,
         SLICES=tile.slices, num_warps=tile.warps, maxnreg=registers, enable_fp_fusion=False,
         OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip

@@ -3,7 +3,7 @@
     scale = max(max |x| / fp8_max, min_scale)        data = fp8(x / scale)
 
 The first launch leaves one partial amax per program; every program of the second reduces all of
-them and walks the tensor backwards, so that it begins with what the first left in the cache. A
+them and walks the tensor backwards, so that it begins with the part that is still in the cache. A
 tensor of a few thousand elements needs one launch: every program takes the amax of all of it.
 Maxima do not depend on the order, so the result is the same in every case and run.
 """
@@ -32,14 +32,14 @@ SMALL = 32768
 _MB = 2**20
 _KEPT = 24 * _MB  # bytes of x's end that wait in the cache for the second launch
 _LARGEST_KEPT = 128 * _MB  # x up to this size has its end kept
-_READ_ONCE = 60 * _MB  # x up to this size leaves the cache to its codes
+_READ_ONCE = 60 * _MB  # x up to this size is evicted first, which leaves the cache to its codes
 
 
 class TensorTile(NamedTuple):
-    """How a tensor is cut.
+    """How a tensor is tiled.
 
-    ``block`` elements of one tile are a power of two, and ``held`` tiles one step; ``partials``
-    programs take the amax, ``programs`` encode.
+    A tile has ``block`` elements, a power of two; a step of a program has ``held`` tiles.
+    ``partials`` programs compute the amax, ``programs`` programs encode.
     """
 
     block: int
@@ -74,7 +74,7 @@ def _offsets(index, stride_xm, stride_xk, K: tl.constexpr):
 
 
 @triton.jit
-def _loaded(x_ptr, index, numel, stride_xm, stride_xk, K: tl.constexpr, EVICTION: tl.constexpr):
+def _load_tile(x_ptr, index, numel, stride_xm, stride_xk, K: tl.constexpr, EVICTION: tl.constexpr):
     offset = _offsets(index, stride_xm, stride_xk, K)
     return tl.load(x_ptr + offset, mask=index < numel, other=0.0, eviction_policy=EVICTION)
 
@@ -84,7 +84,7 @@ def _amax_kernel(
     x_ptr,  # [M, K]
     partial_ptr,  # [programs], in the dtype of x
     numel,
-    kept_from,  # the first step whose elements are to stay in the cache
+    kept_from,  # the first step whose elements should stay in the cache
     stride_xm,
     stride_xk,
     K: tl.constexpr,
@@ -100,12 +100,12 @@ def _amax_kernel(
     step = tl.program_id(0)
     while step < kept_from:  # Triton 3.6 interprets no range of tensors
         index = step.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        x = _loaded(x_ptr, index, numel, stride_xm, stride_xk, K, "evict_first")
+        x = _load_tile(x_ptr, index, numel, stride_xm, stride_xk, K, "evict_first")
         bits = tl.maximum(bits, magnitude(x))
         step += tl.num_programs(0)
     while step < steps:
         index = step.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        x = _loaded(x_ptr, index, numel, stride_xm, stride_xk, K, "evict_last")
+        x = _load_tile(x_ptr, index, numel, stride_xm, stride_xk, K, "evict_last")
         bits = tl.maximum(bits, magnitude(x))
         step += tl.num_programs(0)
     amax = amax_of(tl.max(bits, 0), None, x_ptr.dtype.element_ty)
@@ -125,7 +125,7 @@ def _store_codes(held, first, scale, data_ptr, numel, DIVISION: tl.constexpr,
 @triton.jit
 def _tensor_kernel(
     x_ptr,  # [M, K]
-    amax_ptr,  # [n_amax] whose amax is that of x: the partials, or x itself
+    amax_ptr,  # [n_amax] with the same amax as x: the partials, or x itself
     scale_ptr,  # [1]
     scale_ub_ptr,  # [1] or None
     data_ptr,  # [M, K] bytes, contiguous
@@ -166,7 +166,7 @@ def _tensor_kernel(
         held = ()
         for i in tl.static_range(HELD):
             index = first + i * BLOCK + tl.arange(0, BLOCK)
-            x = _loaded(x_ptr, index, numel, stride_xm, stride_xk, K, EVICTION)
+            x = _load_tile(x_ptr, index, numel, stride_xm, stride_xk, K, EVICTION)
             held = appended(held, x)
         # Triton 3.6 miscompiles the integer steps of fnuz codes inside a run-time branch
         if SCAN > 0 or FP8_MAX == 224.0:
@@ -183,13 +183,13 @@ def quantize_tensor(
     scale: Tensor,
     scale_ub: Tensor | None,
     data: Tensor,
-    recipe: ScaleRule,
+    rule: ScaleRule,
     tile: TensorTile,
 ) -> None:
     """Quantize ``x`` as a whole into ``data``, reading (static) or writing ``scale``.
 
-    ``x [M, K]`` is in any strides, ``scale`` ``float32 [1, 1]``, and ``data`` ``uint8 [M, K]``,
-    contiguous.
+    ``x [M, K]`` has any strides, ``scale`` is ``float32 [1, 1]``, and ``data`` is contiguous
+    ``uint8 [M, K]``.
     """
     numel, contiguous = x.numel(), x.is_contiguous()
     strides = (0, 0) if contiguous else x.stride()
@@ -197,7 +197,7 @@ def quantize_tensor(
     overlap = overlaps(x.device)
     amax, scan = x, 4096 if numel <= 4096 else SMALL
     programs = tile.programs
-    if recipe.static:
+    if rule.static:
         scan, programs = 0, triton.cdiv(numel, tile.block * tile.held)
     elif numel > SMALL or not contiguous:
         amax = x.new_empty(tile.partials)
@@ -210,8 +210,8 @@ def quantize_tensor(
         )  # fmt: skip
     launch(
         _tensor_kernel, programs,
-        x, amax, scale, scale_ub, data, numel, amax.numel(), *strides, recipe.min_scale,
-        K=k, DIVISION=recipe.division, FP8_MAX=recipe.fp8_max, BLOCK=tile.block, HELD=tile.held,
+        x, amax, scale, scale_ub, data, numel, amax.numel(), *strides, rule.min_scale,
+        K=k, DIVISION=rule.division, FP8_MAX=rule.fp8_max, BLOCK=tile.block, HELD=tile.held,
         SCAN=scan, EVICTION="evict_first" if x.nbytes <= _READ_ONCE else "",
         num_warps=16 if scan == SMALL else tile.warps, enable_fp_fusion=False,
         OVERLAP=overlap, launch_pdl=overlap,
@@ -219,11 +219,10 @@ def quantize_tensor(
 
 
 def _kept_from(x: Tensor, step: int) -> int:
-    """Return the first step of ``step`` elements that is to stay in the cache for the second
-    launch.
+    """Return the first step, of ``step`` elements, that stays in the cache for the second launch.
 
-    Of a tensor that is much larger than the cache, what stays is decided as well by the order of
-    the two launches alone, and what is said of it costs time.
+    A tensor much larger than the cache gets 0, one policy for all steps: there the order of the two
+    launches alone keeps the right part, and a distinction costs time.
     """
     if x.nbytes > _LARGEST_KEPT:
         return 0

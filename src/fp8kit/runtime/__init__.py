@@ -1,1 +1,1 @@
-"""What runs kernels: launches recorded and repeated, and what makes that safe."""
+"""Compile, launch, record and replay kernels, and decide when a replay or prefetch is safe."""

@@ -1,4 +1,4 @@
-"""Files that several processes may write: they appear whole, under a lock."""
+"""Write files so that other processes see them whole or not at all, and lock files and folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ except ImportError:  # Windows: processes are not kept apart
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file that appears whole or not at all.
 
-    Its folder is made. Raises ``OSError`` if it cannot be written; nothing is left behind.
+    Its folder is created. Raises ``OSError`` if it cannot be written; nothing is left behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
@@ -31,18 +31,18 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def locked(lock: Path, *, wait: bool = True) -> Iterator[None]:
-    """Keep other processes away; a lock ends with its process, however that ends.
+    """Hold an exclusive lock; it ends at the latest with the process, however that ends.
 
-    The file is for nothing else, and its folder is made; whoever has it may remove it. Raises
-    ``BlockingIOError`` if the lock is not to be had, and ``OSError`` if the file cannot be opened,
-    or is a symbolic link.
+    The file ``lock`` has no other use, and its folder is created. The holder may remove both.
+    Raises ``BlockingIOError`` if the lock cannot be had, and ``OSError`` if the file cannot be
+    opened, or is a symbolic link.
     """
     while True:
         lock.parent.mkdir(parents=True, exist_ok=True)
         try:
             handle = os.open(lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
         except FileNotFoundError:
-            continue  # who had the lock removed the folder
+            continue  # the holder removed the folder
         try:
             if not _flock(handle, wait):
                 raise BlockingIOError(errno.EWOULDBLOCK, "another process has the lock", str(lock))
@@ -55,9 +55,9 @@ def locked(lock: Path, *, wait: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held(folder: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Hold a folder as long as this process lives, or find that nobody holds it.
+    """Lock a folder, at most while this process lives; give whether that succeeded.
 
-    Gives whether it is held here and still there; ``False`` where the system cannot tell.
+    ``True``: no other process holds it, and it is still there. ``False`` also without file locks.
     """
     try:
         handle = os.open(folder, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
@@ -81,7 +81,7 @@ def _flock(handle: int, wait: bool) -> bool:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Return whether a path still leads to what was opened there."""
+    """Return whether a path still leads to the file or folder that was opened there."""
     try:
         return os.path.samestat(os.fstat(handle), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:

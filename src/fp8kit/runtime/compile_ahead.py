@@ -1,7 +1,7 @@
 """Compile CUDA kernels side by side, before they run.
 
 A compiler takes seconds for one kernel, on one core, and a mixture of experts has dozens. The code
-that needs them runs once with launches off, which collects them; then threads compile them all.
+that launches the kernels runs once with launches off, which collects them; then threads compile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _local = threading.local()
 
 
 def collected() -> list[Callable[[], None]] | None:
-    """Return what compiles the kernels collected in this thread; ``None`` if it launches them."""
+    """Return the loaders of the kernels that this thread collects; ``None`` if it launches them."""
     return getattr(_local, "kernels", None)
 
 
@@ -23,7 +23,7 @@ def collected() -> list[Callable[[], None]] | None:
 def collecting() -> Iterator[None]:
     """Collect kernels instead of launching them, and compile them at the end.
 
-    Results inside are of no use. Raises ``RuntimeError`` if a source does not compile.
+    Results computed inside are not valid. Raises ``RuntimeError`` if a source does not compile.
     """
     kernels: list[Callable[[], None]] = []
     with _state(kernels):
@@ -35,7 +35,7 @@ def collecting() -> Iterator[None]:
 
 @contextmanager
 def launching() -> Iterator[None]:
-    """Launch kernels inside, also within ``collecting``: for what decides by their results."""
+    """Launch kernels inside, even within ``collecting``, for code that needs their results."""
     with _state(None):
         yield
 

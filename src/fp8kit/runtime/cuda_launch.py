@@ -1,7 +1,7 @@
-"""Launch compiled kernels through NVIDIA's own bindings of the driver, and launch them again.
+"""Launch compiled kernels through NVIDIA's driver bindings, and repeat the launches.
 
 Needs ``cuda-bindings`` from PyPI (the extra ``cuda``). ``Kernel`` is compiled by ``nvrtc``; a
-``Function`` may come from any compiler.
+``Function`` may come from any compiler, such as Triton's. ``KernelLaunch`` repeats a launch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp8kit.runtime import compile_ahead, nvrtc
 from fp8kit.runtime.launch_recording import is_recording, record_launch
 from fp8kit.runtime.nvrtc import checked
 
-# torch's stream 0 by its own handle: the bindings can be told that 0 is the thread's stream
+# torch's stream 0: the bindings can be set up so that a 0 is the per-thread stream instead
 _LEGACY_STREAM = int(driver.CU_STREAM_LEGACY)
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
 _ATTRIBUTE = driver.CUlaunchAttributeID
@@ -32,10 +32,10 @@ _CARVEOUT = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMOR
 class Function:
     """A function on one device, with a fixed block, cluster and amount of shared memory.
 
-    ``handle`` is the ``CUfunction``, ``cluster`` 0 if it was not compiled for clusters, and
-    ``shared_bytes`` per block are what it has been allowed. ``owner`` unloads the function when it
-    goes, if anything does. If it is ``cooperative``, all blocks of a grid run at the same time, or
-    none.
+    ``handle`` is the ``CUfunction``, ``cluster`` is 0 if it was not compiled for clusters, and
+    ``shared_bytes`` is the dynamic shared memory per block that it may use. ``owner``, if any,
+    unloads the function when it is freed, so it is kept alive here. With ``cooperative``, all
+    blocks of a grid run at the same time, or none.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Function:
         self._block, self._cluster, self._shared_bytes = block, cluster, shared_bytes
 
     def parameter_bytes(self) -> list[int]:
-        """Return the sizes of its parameters, in order."""
+        """Return the sizes of the function's parameters in bytes, in order."""
         sizes: list[int] = []
         while True:
             status, _, size = driver.cuFuncGetParamInfo(self.handle, len(sizes))
@@ -63,7 +63,7 @@ class Function:
             sizes.append(size)
 
     def config(self, overlap: bool) -> Any:
-        """Return what a launch is configured with, but for the grid and the stream."""
+        """Return a launch configuration that lacks only its grid and stream."""
         config = driver.CUlaunchConfig()
         config.gridDimX = config.gridDimY = config.gridDimZ = 1
         config.blockDimX = self._block
@@ -83,7 +83,7 @@ class Kernel(Function):
     """A compiled kernel on one device, with a fixed block, cluster and amount of shared memory.
 
     ``source`` is CUDA C++ with an ``extern "C"`` kernel; ``block`` counts threads, ``cluster``
-    blocks along x, and ``shared_bytes`` dynamic memory per block. If it is ``cooperative``, all
+    blocks along x, and ``shared_bytes`` dynamic shared memory per block. With ``cooperative``, all
     blocks of a grid run at the same time, or none. Raises ``RuntimeError`` if the source does not
     compile, with the compiler's log, or CUDA fails.
     """
@@ -109,7 +109,7 @@ class Kernel(Function):
             kernels.append(self.load)
 
     def load(self) -> None:
-        """Compile it and load it onto its device, unless that is done."""
+        """Compile the kernel and load it onto its device, unless that has been done."""
         with self._lock:
             if self.handle is None:
                 self._load()
@@ -123,7 +123,7 @@ class Kernel(Function):
             module = checked(driver.cuModuleLoadData(image))
             function = checked(driver.cuModuleGetFunction(module, self.name.encode()))
             checked(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED, self._shared_bytes))
-            # an SM with another size of shared memory must run empty before the next kernel starts
+            # the largest for all: an SM drains before a kernel with another carveout starts on it
             checked(driver.cuFuncSetAttribute(function, _CARVEOUT, 100))
         self._configs = {overlap: self.config(overlap) for overlap in (False, True)}
         self.handle = function
@@ -142,10 +142,10 @@ class Kernel(Function):
         return self._most_blocks if self._runs() else max(self._cluster, 1)
 
     def _runs(self) -> bool:
-        """Return whether launches are wanted of this thread; then it is loaded."""
+        """Load the kernel and return true, unless this thread only collects kernels."""
         if compile_ahead.collected() is not None:
             return False
-        if self.handle is None:  # another thread notes kernels
+        if self.handle is None:  # it was made by a thread that still collects
             self.load()
         return True
 
@@ -154,9 +154,9 @@ class Kernel(Function):
 
         ``blocks`` are a multiple of the cluster. Arguments are ``ctypes`` values and tensor maps,
         in the order of the kernel's parameters; a value that ``pointer`` made is an address, any
-        other is a number. With ``overlap`` it starts before the previous kernel of the stream has
-        ended (programmatic dependent launch); the kernel itself waits before it reads that kernel's
-        results. Within ``compile_ahead.collecting`` nothing is launched.
+        other is a number. With ``overlap`` the kernel starts before the previous one of the stream
+        has ended (programmatic dependent launch), and itself waits before it reads the previous
+        one's results. Within ``compile_ahead.collecting`` nothing is launched.
         """
         if not self._runs():
             return
@@ -177,7 +177,7 @@ class Kernel(Function):
 class KernelLaunch:
     """A launch of a kernel that can be repeated with other addresses (see ``launch_recording``).
 
-    The arguments and ``overlap`` are as of ``Kernel.launch``.
+    The arguments and ``overlap`` are those of ``Kernel.launch``.
     """
 
     def __init__(
@@ -187,12 +187,12 @@ class KernelLaunch:
         self._config = kernel.config(overlap)
         self._config.gridDimX = blocks
         self._stream, self._config.hStream = 0, _LEGACY_STREAM
-        # cells of its own: the values in them change
+        # copies, since ``move`` changes the values
         cells = {id(a): pointer_to(a.value) for a in arguments if _is_pointer(a)}
         self._arguments = [cells.get(id(a), a) for a in arguments]
         self._parameters = _parameters(self._arguments)
         self._address = ctypes.addressof(self._parameters)
-        places: dict[int, list[int]] = {}  # a map that is passed twice is made once
+        places: dict[int, list[int]] = {}  # a map that is passed twice is encoded once
         for i, argument in enumerate(self._arguments):
             if _is_pointer(argument) or isinstance(argument, TileMap):
                 places.setdefault(id(argument), []).append(i)
@@ -203,7 +203,7 @@ class KernelLaunch:
         ]
 
     def move(self, position: int, address: int) -> None:
-        """Pass another address from now on; ``position`` counts in ``addresses``."""
+        """Pass another address from now on; ``position`` is an index into ``addresses``."""
         places = self._moving[position]
         argument = self._arguments[places[0]]
         if isinstance(argument, TileMap):
@@ -225,7 +225,7 @@ class KernelLaunch:
 
 
 def function_at(address: int) -> Any:
-    """Return the ``CUfunction`` that another library holds by its address."""
+    """Return the ``CUfunction`` whose address another library holds."""
     return driver.CUfunction(address)
 
 
@@ -237,18 +237,18 @@ def _launch_again(status: Any, launch: tuple[Any, ...], device: int) -> None:
 
 
 def _bind(device: int) -> None:
-    # a thread that has just begun has no context: torch makes its own current in what it launches
-    # itself, and neither when a device is chosen nor when a stream is asked for
+    # a new thread has no current context: torch sets its own only when it launches something, not
+    # when a device is selected or the current stream is queried
     context = checked(driver.cuDevicePrimaryCtxRetain(checked(driver.cuDeviceGet(device))))
     checked(driver.cuCtxSetCurrent(context))
 
 
 @dataclass(frozen=True, slots=True)
 class TileMap:
-    """A matrix as the tensor memory accelerator sees it.
+    """A matrix as the tensor memory accelerator (TMA) sees it.
 
-    ``make`` makes such a map from the address of the first byte and ``shape``, its other arguments;
-    ``handle`` is the ``CUtensorMap``.
+    ``make(address, *shape)`` makes the same map for another address of the first byte; ``handle``
+    is the ``CUtensorMap``.
     """
 
     address: int
@@ -257,7 +257,7 @@ class TileMap:
     handle: Any
 
     def getPtr(self) -> int:
-        """Return the address of the ``CUtensorMap``, which is what a kernel's parameter copies."""
+        """Return the address of the ``CUtensorMap``, from which a launch copies the parameter."""
         return self.handle.getPtr()
 
 
@@ -267,20 +267,20 @@ def byte_tile_map(
 ) -> TileMap:
     """Describe a row-major byte matrix to the tensor memory accelerator, which loads or stores it.
 
-    The map holds the address and the shape, nothing of the content, so caching it by address is
-    safe whatever happens to the memory.
+    The map holds the address and the shape but no content, so caching it by address is safe
+    whatever happens to the memory.
 
     Args:
         address: of the first byte, a multiple of 16.
-        rows: rows of the matrix; reads beyond them give zeros, writes are left out.
-        cols: bytes per row, a multiple of 16; beyond them likewise.
+        rows: rows of the matrix; reads beyond them give zeros, writes are dropped.
+        cols: bytes per row, a multiple of 16; the same holds for reads and writes beyond them.
         pitch: bytes from row to row, a multiple of 16.
-        tile_rows: rows that move together, at most 256.
-        tile_cols: bytes of each, a multiple of 16, at most 256. In shared memory, rows of 128 are
-            in the 128-byte swizzle, others one after the other.
+        tile_rows: rows of a tile, at most 256.
+        tile_cols: bytes per row of a tile, a multiple of 16, at most 256. In shared memory, tiles
+            with rows of 128 bytes have the 128-byte swizzle; all others are plain row-major.
 
     Returns:
-        What to pass to ``Kernel.launch``.
+        The map, to be passed to ``Kernel.launch``.
     """
     shape = (rows, cols, pitch, tile_rows, tile_cols)
     kind = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8
@@ -293,10 +293,10 @@ def byte_tile_map(
 
 @functools.lru_cache(maxsize=4096)
 def float_row_map(address: int, rows: int, cols: int, pitch: int, tile_cols: int) -> TileMap:
-    """Describe a row-major ``float32`` matrix that is loaded in parts of one row.
+    """Describe a row-major ``float32`` matrix of which a load takes part of one row.
 
     Reads beyond its rows and columns give zeros. The address is a multiple of 16 bytes, the pitch
-    (values from row to row) of 4; one load takes ``tile_cols`` values, at most 256.
+    (values from row to row) a multiple of 4. One load takes ``tile_cols`` values, at most 256.
     """
     kind = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32
     swizzle = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
@@ -339,7 +339,7 @@ def _is_pointer(argument: Any) -> bool:
 
 
 def _parameters(arguments: Sequence[Any]) -> Any:
-    """Return the array of addresses of arguments that the driver reads."""
+    """Return the array of pointers to the arguments that the driver reads (``kernelParams``)."""
     addresses = [a.getPtr() if isinstance(a, TileMap) else ctypes.addressof(a) for a in arguments]
     return (ctypes.c_void_p * len(addresses))(*addresses)
 

@@ -1,4 +1,4 @@
-"""Tensors that lie one behind the other in memory, read as one."""
+"""View tensors that are adjacent in memory, such as the weights of joined layers, as one tensor."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def as_one(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors that follow one another in memory as one, ``None`` where they do not.
+    """Return one tensor over all parts, ``None`` unless they follow one another in memory.
 
-    They are contiguous and agree in all but their first extent. They own the memory: the result is
-    valid while they are where they are.
+    The parts agree in all extents but the first. They own the memory: the result is valid only
+    while each of them is alive and at its address.
     """
     first, end = parts[0], parts[0].data_ptr()
     for part in parts:
@@ -23,5 +23,5 @@ def as_one(parts: Sequence[Tensor]) -> Tensor | None:
     memory = torch._C._construct_storage_from_data_pointer(first.data_ptr(), first.device, size)
     rows = sum(part.shape[0] for part in parts)
     whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(memory, 0, (size,), (1,))
-    # not by the strides of a part: where an extent is 1, they may be any number
+    # the strides of a part do not help: where an extent is 1, torch allows any
     return whole.view(first.dtype).view(rows, *first.shape[1:])

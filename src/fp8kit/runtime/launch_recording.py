@@ -2,16 +2,14 @@
 
 An eager layer spends its host time on deciding: validation, dispatch, tiles, argument packing. For
 one shape the decisions never change, only addresses do. ``record`` runs a function once and keeps
-its launches and allocations; a ``Recording`` repeats them with new inputs: one allocation for each
-result, one for everything the call allocated besides, and the same kernels in the same order. What
-is small of the latter, calls of one thread on the default stream share: addresses that do not
-change need not be passed again.
+its launches and allocations. A ``Recording`` repeats them with new inputs: one allocation for each
+result, one for all other memory of the call (scratch), and the same kernels in the same order. On
+the default stream a thread's calls share small scratch: a fixed address is passed only once.
 
 A call can be recorded if all it does on the device is launch kernels of this package, and if every
-address it passes lies in a tensor that is known: an input, a constant operand, or one that was
-allocated inside. Any other operation of torch makes ``record`` give up, and the caller goes on as
-before. Kernels take part by calling ``record_launch`` (``cuda_launch.Kernel``,
-``runtime.triton_launch``).
+address that it passes is inside a known tensor: an input, a constant operand, or one that the call
+allocated. Any other operation of torch makes ``record`` give up, and the caller goes on as before.
+Launching code calls ``record_launch`` (``cuda_launch.Kernel``, ``runtime.triton_launch``).
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_ALIGN = 256  # what a fresh CUDA allocation has, at least
-_MOST_SHARED = 1 << 17  # bytes of scratch memory that calls share: a token of an 8B layer
-_SCRATCH = -1  # the last slot, if there is any; inputs have those from 0 on, then results
+_ALIGN = 256  # bytes, to which fresh CUDA allocations are aligned, too
+_MOST_SHARED = 1 << 17  # bytes of scratch that calls share: enough for one token in an 8B model
+_SCRATCH = -1  # slots number the tensors of a call: inputs, then results, last any scratch memory
 _aten = torch.ops.aten
 _ALLOCATIONS = (
     _aten.empty.memory_format,
@@ -36,14 +34,14 @@ _ALLOCATIONS = (
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 )
-# what Inductor's generated code allocates with: a third of the time of torch.empty, on the current
-# device, and it knows inference mode as well
+# what Inductor's generated code calls: allocates on the current device in a third of the time of
+# torch.empty, and respects inference mode as well
 _guards: Any = torch._C._dynamo.guards
 _EMPTY: dict[str, Callable[..., Tensor]] = {
     "cpu": _guards._empty_strided_cpu,
     "cuda": _guards._empty_strided_cuda,
 }
-# builds without CUDA lack these two; with a CUDA tensor at hand nothing has to be initialized first
+# builds without CUDA lack these two; where there is a CUDA tensor, CUDA is initialized already
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 _address = Tensor.data_ptr
@@ -53,9 +51,9 @@ Result = TypeVar("Result", bound="Tensor | Sequence[Tensor]")
 
 
 class Launch(Protocol):
-    """One launch as data: the kernel, its grid, and arguments of which the addresses may change.
+    """One launch as data: the kernel, its grid, and its arguments, whose addresses may change.
 
-    It belongs to one recording, which lets one thread at a time move addresses and start it.
+    A launch belongs to one recording, which lets one thread at a time move addresses and start it.
     """
 
     @property
@@ -65,7 +63,7 @@ class Launch(Protocol):
     def move(self, position: int, address: int) -> None:
         """Pass another address from now on.
 
-        It is aligned to 16 bytes where the recorded one is.
+        The new address is aligned to 16 bytes if the recorded one is.
         """
 
     def start(self, stream: int) -> None:
@@ -83,7 +81,7 @@ def record_launch(launch: Launch | None) -> None:
 
 
 class AllocationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keep what is allocated, and notice operations that a recording would miss."""
+    """Collect the tensors that are allocated, and notice operations that a recording would miss."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,12 +98,12 @@ class AllocationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Recording:
-    """The launches of one call, for inputs of one kind; threads may share it.
+    """The launches of one call, to be repeated with other inputs; threads may share it.
 
     Args:
         steps: launches, each with (slot, offset) of its addresses; slot ``None`` is a constant.
-        inputs: how many inputs it has.
-        results: what the recorded call returned, each with the allocation that it lies in.
+        inputs: the number of inputs.
+        results: what the recorded call returned, each with the allocation that contains it.
         scratch: bytes of the other allocations together, 0 if there were none.
     """
 
@@ -146,7 +144,7 @@ class Recording:
         results = [*itertools.starmap(self._empty, self._memory)]
         bases = (*map(_address, inputs), *map(_address, results))
         if self._scratch:
-            scratch = self._scratch_on(stream)  # held until all have been launched
+            scratch = self._scratch_on(stream)  # kept alive until all kernels are launched
             bases += (scratch.data_ptr(),)
         with self._lock:  # between a move and its start no other thread may move
             if bases != self._bases:  # allocators hand the same blocks out again and again
@@ -158,10 +156,10 @@ class Recording:
         return results
 
     def _scratch_on(self, stream: int) -> Tensor:
-        """Return scratch memory; on the default stream that of this thread's other calls.
+        """Return scratch memory; on the default stream, this thread's calls share it.
 
-        These run one after the other, and no graph is captured there. On other streams graphs are,
-        and Inductor warms up for its graphs in memory that it then takes for free.
+        Calls on the default stream run one after the other, and no CUDA graph is captured there.
+        Elsewhere graphs are, and Inductor warms up for one in memory that it then considers free.
         """
         if stream or self._scratch > _MOST_SHARED:
             return self._empty((self._scratch,), (1,), torch.uint8)
@@ -171,7 +169,7 @@ class Recording:
         return shared[self.index]
 
     def _move(self, bases: tuple[int, ...]) -> None:
-        # nothing is known of the launches until all have moved: a move that fails is made again
+        # a move may raise halfway, so until all have succeeded every address counts as outdated
         last, self._bases = self._bases, (-1,) * len(bases)
         for moves, before, base in zip(self._moves, last, bases, strict=True):
             if base != before:
@@ -185,9 +183,9 @@ def record(
 ) -> tuple[Result, Recording | None]:
     """Run a function and record what it launches.
 
-    ``function`` computes a tensor or several from both; addresses of constants stay what they are.
-    The recording wants other inputs of these shapes, dtypes and strides, 16-byte aligned; it is
-    ``None`` if launches do not tell all that was done.
+    ``function`` computes one tensor or several from ``inputs`` and ``constants``; the addresses of
+    constants stay as they are. The recording takes other inputs of the same shapes, dtypes and
+    strides, aligned to 16 bytes. It is ``None`` if the function did more than its launches.
     """
     assert not is_recording(), "one recording at a time"
     _local.launches = []
@@ -236,7 +234,7 @@ def _recording(
         if len(known) < len(places):
             return None
         steps.append((launch, known))
-    # a result that no launch was passed has been filled by a kernel that was not recorded
+    # a result whose address was passed to no launch has been written by an unrecorded kernel
     written = {slot for _, known in steps for slot, _ in known}
     if len(memory) < len(results) or not written.issuperset(memory):
         return None
@@ -247,14 +245,14 @@ def _recording(
 
 
 def have_own_addresses(inputs: Sequence[Tensor], constants: Sequence[Tensor | None] = ()) -> bool:
-    """Return whether each input has an address that no other tensor has, so that it names it."""
+    """Return whether no input shares its address, so that the address identifies the input."""
     starts = [x.data_ptr() for x in inputs]
     others = {t.data_ptr() for t in constants if t is not None}
     return len({*starts} - others) == len(starts)
 
 
 def _shares_memory(func: Any, result: Any, args: Any) -> bool:
-    """Return whether an operation gave views, and did not copy as ``reshape`` sometimes does."""
+    """Return whether an operation returned views, not a copy as ``reshape`` sometimes does."""
     if not func.is_view and func is not _aten._unsafe_view.default:
         return False
     views = result if isinstance(result, (list, tuple)) else (result,)
@@ -266,7 +264,7 @@ def _is_whole(result: Tensor, memory: Tensor) -> bool:
 
 
 def _layouts(result: Tensor, memory: Tensor) -> tuple[Any, Any]:
-    """Return what to allocate for a result, and the view of it unless it is all of that."""
+    """Return the layout to allocate for a result, and the result's view unless it is all of it."""
     layout = tuple(result.shape), result.stride()
     if _is_whole(result, memory):
         return (*layout, result.dtype), None
@@ -275,7 +273,7 @@ def _layouts(result: Tensor, memory: Tensor) -> tuple[Any, Any]:
 
 def _span(tensor: Tensor, slot: int | None, offset: int) -> tuple[int, int, int | None, int]:
     start = tensor.data_ptr()
-    steps = zip(tensor.shape, tensor.stride(), strict=True)  # expanded, it has less than its bytes
+    steps = zip(tensor.shape, tensor.stride(), strict=True)  # an expanded tensor spans < nbytes
     last = sum((extent - 1) * step for extent, step in steps) if tensor.numel() else -1
     return start, start + (last + 1) * tensor.itemsize, slot, offset
 

@@ -31,7 +31,7 @@ def missing() -> str | None:
         return None  # nothing would be launched here: only the decision is asked for
     try:
         checked(nvrtc.nvrtcVersion())
-    except Exception as error:  # the bindings raise what their loader raises
+    except Exception as error:  # a loader of libraries may raise anything
         return f"NVRTC is not usable: {error}"
     return None
 
@@ -60,8 +60,8 @@ def cubin(source: str, architecture: str) -> bytes:
     if image and hashlib.sha256(image).digest() == check:
         return image
     image, _ = compiled(source, architecture)
-    # several processes may compile at once: whole files appear, and losing is harmless; a read-only
-    # home costs a compilation per process, nothing else
+    # several processes may compile at once: files appear whole, whichever wins; a read-only home
+    # costs only a compilation per process
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_whole(path, hashlib.sha256(image).digest() + image)
@@ -71,14 +71,14 @@ def cubin(source: str, architecture: str) -> bytes:
 def compiled(source: str, architecture: str) -> tuple[bytes, str]:
     """Compile on any machine with NVRTC; no GPU and no driver are needed.
 
-    Gives the device image, and what the compiler said. Raises ``RuntimeError`` if the source does
+    Returns the device image and the compiler's messages. Raises ``RuntimeError`` if the source does
     not compile, with the compiler's log.
     """
     program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"fp8kit.cu", 0, [], []))
     try:
         options = [f"--gpu-architecture={architecture}".encode(), *_OPTIONS]
         status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
-        # the log is written into the object itself, and Python shares all bytes of length one
+        # NVRTC writes into this object, so it must not be of length one: Python shares those
         log = bytes(1 + checked(nvrtc.nvrtcGetProgramLogSize(program)))
         checked(nvrtc.nvrtcGetProgramLog(program, log))
         said = log.decode().rstrip("\0 \n")
@@ -92,7 +92,7 @@ def compiled(source: str, architecture: str) -> tuple[bytes, str]:
 
 
 def checked(result: tuple[Any, ...]) -> Any:
-    """Return what a call of the bindings returned besides its status; raise if that is an error."""
+    """Return the values of a call of the bindings without its status; raise if that is an error."""
     status, *values = result
     if status.value:
         raise RuntimeError(f"CUDA: {status.name}")

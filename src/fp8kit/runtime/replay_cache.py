@@ -8,11 +8,11 @@ bypass of ``torch.library``.
 A ``ReplayCache`` remembers calls that took the bypass, by ``key``. The first call with a key runs
 the body. The second one runs the body and records its launches. From the third on they are
 replayed, if the ``guards`` still hold; a call whose guards fail counts as a first one again. A call
-that does more than launch kernels of this package cannot be recorded, and runs the body.
+that does more than launch kernels of this package cannot be recorded, so it runs the body.
 
-Layers own a cache, as do groups of joined layers, fused norms and activations, and routers;
-functions and compiled graphs use one that is stored on the weight. Operators without a weight,
-such as quantizers, have one each (``replayed``).
+Each layer, group of joined layers, fused norm or activation, and router owns a cache. Functions
+and compiled graphs use the cache that is stored on the weight. Operators without a weight, such as
+quantizers, have one each (``replayed``).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from fp8kit.runtime.launch_recording import Recording, have_own_addresses, is_re
 from fp8kit.runtime.weight_hazards import MARK, version
 
 RECORDED_DEVICES = ("cuda",)
-MOST_KEYS = 64  # of one cache; the oldest goes first
-# how often choices of backends have changed: a recording holds for one count
+MOST_KEYS = 64  # of one cache; the oldest is dropped first
+# counts changes of the choices of backends: a recording is valid for one generation
 generation = 0
 
 _CACHE = "_fp8kit_replays"  # attribute of a weight
 _PLAIN = {Tensor, nn.Parameter}  # a subclass, such as a distributed tensor, has its own meaning
-_ALIGN = 16  # bytes; what kernels specialize on
+_ALIGN = 16  # bytes; kernels are specialized for addresses that are aligned so
 _strided = torch.strided
 # bound once: looking the names up through torch costs more than calling them
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -66,7 +66,7 @@ class Operator:
         self.registered = registered
 
     def __call__(self, *arguments: Any) -> Any:
-        """Compute, by the body where ``form`` allows it; nothing is recorded."""
+        """Compute by the form that ``form`` returns, without a recording."""
         return self.form(arguments)(*arguments)
 
     def form(self, arguments: Sequence[Any]) -> Callable[..., Any]:
@@ -80,11 +80,11 @@ class Operator:
 
 @dataclass(slots=True)
 class Entry:
-    """What is known of a key.
+    """What a cache knows about the calls of one key.
 
-    ``guards`` are what its last full call found, and that was ``recorded``, or tried to be;
-    ``recording`` is ``None`` if its launches do not tell all that it did. ``single`` if it gave one
-    tensor, and not several.
+    ``guards`` are those of the last full call; ``recorded`` says that this call was recorded, or
+    that recording it was tried. ``recording`` is ``None`` if there is none, or if the call did more
+    than its launches. ``single`` says that the call returned one tensor, not several.
     """
 
     guards: Guards
@@ -104,11 +104,11 @@ class ReplayCache(dict[Key, Entry]):
         options: Options,
         check: Callable[[], object] | None = None,
     ) -> Any:
-        """Compute, by a recording if there is one that fits.
+        """Replay a recording that fits, or compute in full.
 
-        ``inputs`` are tensors that are others at every call, ``constants`` those that stay, as a
-        rule: weights, scales and biases; ``options`` are whatever else the result depends on. Where
-        no recording fits, ``check`` raises for arguments that do not fit.
+        ``inputs`` are the tensors that differ from call to call. ``constants`` usually stay the
+        same: weights, scales and biases. ``options`` are everything else that the result depends
+        on. ``check`` runs before a full computation, and raises for arguments that are invalid.
         """
         result = self.replay(operator, inputs, constants, options)
         if result is not None:
@@ -120,7 +120,7 @@ class ReplayCache(dict[Key, Entry]):
     def replay(
         self, operator: Operator, inputs: Sequence[Tensor], constants: Operands, options: Options
     ) -> Any:
-        """Repeat an earlier call, arguments as in ``call``; ``None`` if no recording fits."""
+        """Replay an earlier call, arguments as in ``call``; ``None`` if no recording fits."""
         if not self or not are_plain(inputs):
             return None
         entry = self.get(key(operator, inputs, options))
@@ -139,7 +139,7 @@ class ReplayCache(dict[Key, Entry]):
     ) -> Any:
         """Compute in full, arguments as in ``call``; the second call of a key is recorded.
 
-        ``guarded`` is what ``replay`` gets for constants that are put together at every call.
+        ``guarded`` replaces ``constants`` in the guards where these are assembled at every call.
         """
         arguments = (*inputs, *constants, *options)
         watched = constants if guarded is None else guarded
@@ -154,7 +154,7 @@ class ReplayCache(dict[Key, Entry]):
         entry = self.get(at)
         if entry is None or entry.guards != now:
             result = operator.body(*arguments)
-            # asked again: this call may have synchronized with the weights
+            # computed again: this call may have marked the weights as safe to prefetch
             self._keep(at, Entry(guards(watched) or now, False, None, False))
         elif not entry.recorded:
             body = functools.partial(operator.body, *arguments)
@@ -165,7 +165,7 @@ class ReplayCache(dict[Key, Entry]):
         return result
 
     def launches(self, shape: torch.Size) -> int | None:
-        """Return how many launches repeat a call with a first input of a shape, if any do."""
+        """Return the number of launches recorded for a first input of a shape; ``None`` if none."""
         for (_, _, _, first, *_), entry in list(self.items()):
             if first == shape and entry.recording is not None:
                 return len(entry.recording.steps)
@@ -173,23 +173,23 @@ class ReplayCache(dict[Key, Entry]):
 
     def _keep(self, at: Key, entry: Entry) -> None:
         self[at] = entry
-        for oldest in list(self)[:-MOST_KEYS]:  # a list at once: other threads keep theirs
+        for oldest in list(self)[:-MOST_KEYS]:  # a copy, since other threads add keys
             self.pop(oldest, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplayCache:
-        """Return an empty one: addresses belong to the original."""
+        """Return an empty cache: addresses belong to the original."""
         return type(self)()
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
-        """Pickle an empty one."""
+        """Pickle an empty cache."""
         return ReplayCache, ()
 
 
 class _OfWeight(ReplayCache):
-    """One that hangs on a weight, with which it may be saved."""
+    """A cache that is stored on a weight, and may be pickled with it."""
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
-        """Pickle an empty one of a type that ``torch.load`` takes for weights."""
+        """Pickle an empty dict of a type that ``torch.load`` accepts with ``weights_only=True``."""
         return OrderedDict, ()
 
 
@@ -200,9 +200,9 @@ def call_on(
     constants: Operands,
     options: Options,
 ) -> Any:
-    """Compute as ``ReplayCache.call`` does, with the cache that hangs on a weight.
+    """Compute as ``ReplayCache.call`` does, with the cache that is stored on a weight.
 
-    A weight that is another tensor at every call, a fresh view for one, never has a recording.
+    A weight that is a new tensor object at every call, such as a fresh view, never has a recording.
     """
     if torch.compiler.is_compiling():
         return operator.registered(*inputs, *constants, *options)
@@ -210,7 +210,7 @@ def call_on(
 
 
 def cache_on(weight: Tensor) -> ReplayCache:
-    """Return the cache that hangs on a weight, a new one if it has none."""
+    """Return the cache that is stored on a weight, a new one if it has none."""
     cache: object = getattr(weight, _CACHE, None)
     if type(cache) is _OfWeight:
         return cache
@@ -221,10 +221,10 @@ def cache_on(weight: Tensor) -> ReplayCache:
 
 
 def replayed(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes as ``body``, and repeats the launches of earlier calls.
+    """Wrap the body of an operator without a weight, so that it replays earlier calls.
 
-    All of its tensors are inputs, wherever they stand among the arguments: for operators without a
-    weight, whose registered implementation it is, too.
+    All tensors are inputs, wherever they stand among the arguments. The wrapped function also is
+    the operator's registered implementation.
     """
 
     def arranged(*arguments: Any) -> Any:
@@ -244,16 +244,16 @@ def replayed(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def hashable(option: Any) -> Any:
-    """Return an option of an operator, to which torch gives lists, as a key holds it."""
+    """Return an option as a key can hold it: torch passes lists, which become tuples."""
     return tuple(option) if isinstance(option, list) else option
 
 
 def key(operator: Operator, inputs: Sequence[Tensor], options: Options) -> Key:
-    """Return what makes two calls the same: all but addresses and constants.
+    """Return the key of a call: everything its launches depend on but addresses and constants.
 
-    Kernels, tiles and grids follow from these, and from the choices of dispatch, whose times may
-    be measured anew (``generation``). A contiguous input has the strides of its shape; where an
-    extent is 1, its stride may be any number, which nothing reads.
+    Kernels, tiles and grids follow from the key, and from the choices of dispatch, which change
+    when times are measured anew (``generation``). A contiguous input needs no strides in the key:
+    they follow from its shape, except where an extent is 1, whose stride no kernel reads.
     """
     made: Key = (operator, options, generation)
     for x in inputs:
@@ -262,15 +262,15 @@ def key(operator: Operator, inputs: Sequence[Tensor], options: Options) -> Key:
 
 
 def guards(constants: Operands) -> Guards | None:
-    """Return what a recording takes for granted of its constants, ``None`` if it may not.
+    """Return what a recording assumes about its constants, ``None`` if there can be no recording.
 
-    Compared at every call, each for a reason: a move or a new Parameter changes an address; a view
-    may lie at an old address in another shape, a cast in another dtype; and launches that prefetch
+    Each part is compared at every call: a move or a new Parameter changes the address; a view may
+    be at an old address with another shape, a cast with another dtype; and launches that prefetch
     a weight may be repeated only while that is safe (``weight_hazards``). Values are not compared:
     kernels read them anew.
 
-    Subclasses and gradients are for the registered form. What is not contiguous is
-    copied before each launch, to an address that does not come back.
+    Subclasses and gradients need the registered form. A tensor that is not contiguous is copied
+    before each launch, each time to another address.
     """
     grad = _grad_enabled()
     found: Guards = []
@@ -285,19 +285,19 @@ def guards(constants: Operands) -> Guards | None:
         found.append(address)  # one by one is faster than a tuple of them
         found.append(t.shape)
         found.append(t.dtype)
-        if mark is not None:  # what safe_to_prefetch returns, with the address at hand
+        if mark is not None:  # as safe_to_prefetch returns, without another data_ptr()
             found.append(mark == (version(t), address))
     return found
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Return whether kernels can be passed these tensors directly, and nothing traces the call.
+    """Return whether kernels can take these tensors directly, and nothing traces the call.
 
-    Modes, autocast, tracers, transforms, gradients and subclasses would miss the registered form.
-    Recorded kernels are compiled for aligned addresses, and read what is in memory: neither sparse
-    tensors nor those that are negated lazily have their values there.
+    Modes, autocast, tracers, transforms, gradients and subclasses need the registered form.
+    Recorded kernels are compiled for aligned addresses and read the memory there, which does not
+    hold the values of sparse tensors and of lazily negated ones.
     """
-    # a transform wraps tensors that then have no address, so it is asked for first
+    # before the loop: under a transform, tensors are wrapped and have no address
     if _function_modes() or _autocast() or _dispatch_modes() or jit_tracing():
         return False
     if _transforms() is not None or forward_ad._current_level >= 0:
@@ -311,11 +311,11 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
 
 
 def is_traced() -> bool:
-    """Return whether a mode, tracer or transform may have other tensors than ordinary ones."""
+    """Return whether a mode, tracer or transform is active, whose tensors may not be ordinary."""
     return bool(_dispatch_modes() or jit_tracing()) or _transforms() is not None
 
 
 def forget_choices() -> None:
-    """End every recording: the choices of dispatch that it was made by may have changed."""
+    """Invalidate every recording, because the choices of dispatch may have changed."""
     global generation
     generation += 1

@@ -2,8 +2,8 @@
 
 ``FP8KIT_DISABLE``: comma-separated names of backends that dispatch must not choose.
 ``FP8KIT_ACCUM``: ``precise`` or ``fast``, the default accumulation of layers and functions.
-``FP8KIT_BATCH_INVARIANT``: ``1`` gives a row the same bits whatever other rows there are, where
-    nobody says otherwise; ``0`` is the default.
+``FP8KIT_BATCH_INVARIANT``: ``1`` gives a row the same bits whatever other rows there are, unless
+    a layer or a call says otherwise; ``0`` is the default.
 ``FP8KIT_CACHE_DIR``: where compiled kernels and tuned times are kept; by default below the
     user's cache directory.
 """
@@ -54,7 +54,7 @@ def _cache_dir() -> Path:
 
 
 def _word(variable: str, known: tuple[str, ...]) -> str:
-    """Return the value of a variable, by default the first of the words that it may be."""
+    """Return the value of a variable, which is one of ``known``; the first is the default."""
     found = os.environ.get(variable, "").strip() or known[0]
     if found not in known:
         raise InvalidValue(

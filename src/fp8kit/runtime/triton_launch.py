@@ -1,10 +1,10 @@
-"""Launch a jitted kernel, and record the launch where a call is recorded.
+"""Launch a Triton kernel, and record the launch while a call is being recorded.
 
-Triton's own launch binds, specializes and looks up the kernel at each call, ten microseconds and
-more. What it compiled is a function of the driver, whose parameters are the arguments that are not
-compiled in, and behind them two pointers to scratch memory. Where the sizes of all are those,
-the bindings repeat the launch; else Triton's launcher does, which takes all arguments in order and
-addresses as plain integers. That much is the same in Triton 3.6 to 3.9.
+Triton's own launch binds, specializes and looks up the kernel at each call, which takes ten
+microseconds and more. The compiled kernel is a ``CUfunction`` whose parameters are the arguments
+that are not ``constexpr``, then two pointers to scratch memory. If its parameters have these sizes,
+the driver bindings repeat the launch. Otherwise Triton's launcher does, which takes all arguments
+in order, addresses as plain integers. All of this holds for Triton 3.6 to 3.9.
 """
 
 import ctypes
@@ -27,14 +27,14 @@ _SCALARS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32"
 
 
 class TritonLaunch:
-    """A compiled kernel with its grid and arguments.
+    """A launch that Triton's launcher repeats: a compiled kernel with its grid and arguments.
 
-    ``compiled`` is what a launch of the jitted function returned; ``arguments`` has every one of
+    ``compiled`` is what a launch of the jitted function returned; ``arguments`` are all those of
     the signature, in order.
     """
 
     def __init__(self, compiled: Any, blocks: int, arguments: Sequence[Any]) -> None:
-        self._compiled = compiled  # unloads the function when it goes
+        self._compiled = compiled  # unloads the function when it is freed
         self._run, self._function = compiled.run, compiled.function
         self._metadata, self._blocks = compiled.packed_metadata, blocks
         self._at = [i for i, a in enumerate(arguments) if isinstance(a, Tensor)]
@@ -71,7 +71,7 @@ def launch(kernel: Any, blocks: int, *arguments: Any, **options: Any) -> None:
 
 
 def _direct(compiled: Any, blocks: int, arguments: Sequence[Any]) -> Launch | None:
-    """Return the launch as the bindings repeat it, ``None`` if the function is not as expected."""
+    """Return a launch for the bindings to repeat, ``None`` if the function is not as expected."""
     metadata = compiled.metadata
     if cuda_launch is None or metadata.target.backend != "cuda":
         return None

@@ -74,8 +74,8 @@ def safe_to_prefetch(weight: Tensor) -> bool:
 def mark_synchronized(weight: Tensor) -> None:
     """Note that a launch reads this weight: the first one, without overlap, synchronizes with it.
 
-    A change that torch counts, or another address, ends the mark. A launch that is only collected
-    leaves none.
+    A change that torch counts, or another address, ends the mark. A launch that ``compile_ahead``
+    only collects leaves no mark.
     """
     if compile_ahead.collected() is not None:
         return
@@ -86,14 +86,14 @@ def mark_synchronized(weight: Tensor) -> None:
 
 
 def invalidate(weight: Tensor) -> None:
-    """Forget the mark of a weight that was written, or moved, past its counter of changes."""
-    vars(weight).pop(MARK, None)  # attributes are pickled: none is made where none was
+    """Forget the mark of a weight that was written or moved without raising its version."""
+    vars(weight).pop(MARK, None)  # not set to None: attributes are pickled with the weight
 
 
 def join(whole: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """Return a weight that is safe if its parts are.
+    """Return a joined weight, from now on safe to prefetch if all its parts are.
 
-    They count their changes by themselves.
+    Each part has a version of its own.
     """
     setattr(whole, _PARTS, tuple(parts))
     return whole

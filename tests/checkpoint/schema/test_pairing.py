@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fp8kit.checkpoint.dialects import Source
+from fp8kit.checkpoint.dialects.base import TEXT_PARTS
 from fp8kit.checkpoint.schema.decoding import decode_scale
 from fp8kit.checkpoint.schema.pairing import Reading, interpret
 from fp8kit.formats import GROUP128, SCHEMES, TENSOR, GroupShape
@@ -339,7 +340,8 @@ def test_parts_of_a_fused_matrix() -> None:
     assert found.problems == []
     assert found.layers["a.qkv_proj"].widths == (128, 64, 64)
     assert found.layers["a.qkv_proj"].scheme == SCHEMES["FP8_DYNAMIC"]
-    assert read(DYNAMIC, {"text_config": heads}, **scale).problems == []
+    for part in TEXT_PARTS:
+        assert read(DYNAMIC, {part: heads}, **scale).problems == []
     assert read(DYNAMIC, {**heads, "head_dim": 32}, **scale).problems == []
     narrow = {**heads, "head_dim": 16}  # and so the heads of values are of another size
     assert "of shape [3]" in problem(read(DYNAMIC, narrow, **scale))

@@ -163,6 +163,19 @@ def test_what_is_not_scaled_as_nvfp4_is_not_read_as_it(kind: str, tmp_path: Path
         fp8kit.convert_checkpoint(path, tmp_path / "b")
 
 
+def test_scales_of_modelopt_that_may_lie_in_tiles_are_refused(tmp_path: Path) -> None:
+    path, _ = directory(tmp_path / "a", "modelopt")
+    tensors, header = load_file(path / "model.safetensors"), {"quantization_config": "{}"}
+    save_file(tensors, path / "model.safetensors", header)
+    with pytest.raises(fp8kit.CheckpointError, match="row by row or in tiles, which the file does"):
+        open_checkpoint(path)
+    for part in "weight", "weight_scale":  # in tiles, these scales would have more rows
+        tensors[f"small.{part}"] = tensors[f"fc.{part}"][:16].clone()
+    tensors["small.weight_scale_2"] = tensors["fc.weight_scale_2"].clone()
+    save_file(tensors, path / "model.safetensors", header)
+    assert open_checkpoint(path).layers.keys() == {"fc", "small"}
+
+
 @pytest.mark.parametrize("bad", [float("nan"), 0.0, -1.0])
 def test_scales_that_are_no_scales_are_refused(bad: float, tmp_path: Path) -> None:
     path, _ = directory(tmp_path / "a", "modelopt")

@@ -72,6 +72,20 @@ def test_a_file_that_is_all_of_its_folder_has_the_config_there(tmp_path: Path) -
     assert open_checkpoint(path / "other.safetensors").config == {}
 
 
+def test_a_file_beside_the_config_of_modelopt_is_read_by_it(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c", "FP8_WEIGHT_ONLY")
+    (path / "config.json").unlink()
+    said = {"quantization": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}}
+    (path / "hf_quant_config.json").write_text(json.dumps(said))
+    for given in (path, path / SHARD):
+        spec = open_checkpoint(given).spec
+        assert spec is not None
+        assert spec.scheme == SCHEMES["FP8_DYNAMIC"]
+    said["quantization"]["quant_algo"] = "INT8"
+    (path / "hf_quant_config.json").write_text(json.dumps(said))
+    refused(path / SHARD, "quant_algo = 'INT8'")
+
+
 def test_tensors_own_their_memory(sound: Path) -> None:
     steps = open_checkpoint(sound).read("steps")
     (sound / SHARD).write_bytes(b"")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8kit.checkpoint.dialects.base import TEXT_PARTS
 from fp8kit.checkpoint.storage.matrices import Matrix, MatrixFile, stacked_experts
 from fp8kit.checkpoint.storage.reader import Checkpoint, TensorInfo
 from fp8kit.checkpoint.streaming.layer_selection import facts_by_name, select_layers
@@ -70,8 +71,9 @@ def test_embeddings_by_the_size_of_the_vocabulary() -> None:
     shapes = {"tokens__weight": (512, 128), "layers__0__fc__weight": (512, 128)}
     found = checkpoint({"vocab_size": 512}, **shapes)
     assert decided(found, Recipe(exclude=[])) == {"layers.0.fc": ""}
-    nested = checkpoint({"text_config": {"vocab_size": 512}}, **shapes)
-    assert decided(nested, Recipe(exclude=[])) == {"layers.0.fc": ""}
+    for part in TEXT_PARTS:
+        nested = checkpoint({part: {"vocab_size": 512}}, **shapes)
+        assert decided(nested, Recipe(exclude=[])) == {"layers.0.fc": ""}
 
 
 def test_transposed_layers_of_gpt2_stay() -> None:

@@ -67,6 +67,21 @@ class Helped(Parts):
         return y
 
 
+class Stores(Parts):
+    """Casts its input by a part that a later method stores."""
+
+    def cast(self, x: Tensor) -> Tensor:
+        return x.to(self.used[0].weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.store()
+        y: Tensor = self.parts(self.cast(x))
+        return y
+
+    def store(self) -> None:
+        self.used = [self.parts[0]]
+
+
 def dtype_of(module: nn.Module) -> torch.dtype | None:
     for p in module.parameters():
         return p.dtype
@@ -91,6 +106,14 @@ def test_inputs_are_cast_to_a_dtype_of_numbers(kind: Any, bias: bool) -> None:
     reasons = [r.reason for r in report.skipped]
     assert len(report.converted) == (2 if bias else 1)  # a bias is shown before codes
     assert all("asks for the dtype" in reason for reason in reasons)
+
+
+def test_a_dtype_is_asked_of_what_a_method_stores() -> None:
+    model = Stores(True)
+    report = fp8kit.convert(model)
+    assert [r.name for r in report.skipped] == ["parts.0"]
+    assert "Stores.cast asks for the dtype" in report.skipped[0].reason
+    assert run(model).isfinite().all()
 
 
 def test_the_dtype_of_a_converted_model_is_that_of_its_numbers() -> None:

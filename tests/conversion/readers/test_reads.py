@@ -180,6 +180,11 @@ def matched(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+def stored(self: Any, x: Tensor) -> Tensor:
+    self.at_run_time = [self.proj]
+    return weighed(self.at_run_time[0], x)
+
+
 def matched_attribute(self: Any, x: Tensor) -> Tensor:
     match self.proj:
         case nn.Linear(weight=w):
@@ -359,7 +364,7 @@ FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
             *(nested, local, by_layer, copied, loop, zipped, walked, collected, orthogonal),
             *(standardized, recomputed, walrus, unpacked, after_unpacked, keywords),
             *(matched, matched_attribute, matched_parts, turned, applied, applied_to_all, got),
-            *(by_default, sorted_by_norm, recursive, growing),
+            *(by_default, sorted_by_norm, recursive, growing, stored),
         )
     },
 }
@@ -568,6 +573,24 @@ class Penalized(Holder):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.proj(x) + self.penalty()
         return y
+
+
+def test_code_behind_an_assertion_that_cannot_hold_leaves_no_layer_dense() -> None:
+    class Crossing(Holder):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.proj(x)
+            return y
+
+        def cross(self, x: Tensor) -> Tensor:
+            assert self.casts
+            return weighed(self.other, x)
+
+        def attend(self, x: Tensor) -> Tensor:
+            assert not self.casts
+            return weighed(self.proj, x)
+
+    model = Crossing()
+    assert list(weight_reads(model)) == [model.proj]
 
 
 def test_what_the_forward_pass_calls_is_read_whatever_its_name() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fp8kit import moe
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
 from fp8kit.moe import Activation, operators
+from fp8kit.moe.hopper.tile_config import choose
 from fp8kit.moe.problem import ExpertsProblem, GroupedProblem
 from grouped_configs import CONFIGS
 from numerics import SHORT_SUMS, assert_bits_equal
@@ -146,6 +147,35 @@ def test_tokens_have_the_bits_that_they_have_alone(case: str, tokens: int) -> No
     for start in {0, tokens // 2, max(tokens - 40, 0)}:
         part = slice(start, start + 40)
         assert_bits_equal(run(layer, x[part], ids[part], weights[part]), y[part])
+
+
+@pytest.mark.parametrize(
+    ("changes", "tiles"),
+    [
+        ({}, 1),
+        ({"hidden": 4080}, 0),
+        ({"intermediate": 4096}, 2),
+        ({"x_group": TENSOR, "w_group": TENSOR, "static_input": True}, 1),
+        ({"x_group": GROUP128}, 0),
+        ({"x_group": GROUP128, "w_group": BLOCK}, 0),
+    ],
+)
+def test_tiles_are_wide_where_k_is_long(changes: dict[str, Any], tiles: int) -> None:
+    assert hopper.wide_tiles(problem(**{"hidden": 4096, **changes})) == tiles
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("each", [120, 128, 136])
+def test_wide_tiles_are_chosen_and_give_the_bits_of_others(each: int) -> None:
+    """Experts have fewer rows than a tile of 144, as many, and more."""
+    layer = random_layer((ROW, ROW), SWIGLU, (4, 4096, 144), False)
+    tokens = 4 * each // 3
+    ids = (torch.arange(tokens)[:, None] + torch.arange(3)) % 4
+    ids[: each // 3] = torch.tensor([0, 1, 2])
+    given = (layer, torch.randn(tokens, 4096).to(BF16), ids, torch.rand(tokens, 3))
+    expected = run(*given, choose(1 << 20, 1))
+    assert_bits_equal(run(*given), expected)
+    assert_bits_equal(run(*given, choose(each, 1, wide_tiles=1)), expected)
 
 
 @pytest.mark.gpu

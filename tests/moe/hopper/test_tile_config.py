@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8kit.moe.hopper.tile_config import GroupedConfig, Products, choose
+from fp8kit.moe.hopper.tile_config import LEAST_WIDE, GroupedConfig, Products, choose
 from grouped_configs import CONFIGS, label
 
 SM_BYTES, SYSTEM_BYTES = 228 * 1024, 1024
@@ -25,9 +25,9 @@ def test_blocks_fit_a_multiprocessor(config: GroupedConfig, products: Products) 
     assert config.cluster(Products.FIRST) * half == 128 or not config.swap_ab
 
 
-@given(st.integers(1, 200_000), st.integers(1, 1024))
-def test_what_is_chosen_is_known(pairs: int, experts: int) -> None:
-    assert choose(pairs, experts) in CONFIGS
+@given(st.integers(1, 200_000), st.integers(1, 1024), st.integers(0, 2))
+def test_what_is_chosen_is_known(pairs: int, experts: int, wide_tiles: int) -> None:
+    assert choose(pairs, experts, wide_tiles=wide_tiles) in CONFIGS
     few = choose(pairs, experts, many=False)
     assert few in CONFIGS
     assert few.swap_ab
@@ -36,6 +36,14 @@ def test_what_is_chosen_is_known(pairs: int, experts: int) -> None:
 def test_more_tokens_of_an_expert_take_larger_tiles() -> None:
     sizes = [choose(128 * each, 128).tokens for each in (1, 4, 16, 64, 256)]
     assert sizes == sorted(set(sizes))
+
+
+def test_tiles_are_wide_around_whole_tiles_of_128() -> None:
+    for wide_tiles in range(3):
+        wide = {n for n in range(1, 1025) if choose(n, 1, wide_tiles=wide_tiles).tokens == 144}
+        around = {128 * tiles + d for tiles in range(1, wide_tiles + 1) for d in range(-8, 9)}
+        assert wide == around
+    assert min(around) == LEAST_WIDE
 
 
 @given(st.data(), st.sampled_from(CONFIGS), st.integers(1, 40))

@@ -21,6 +21,7 @@ from fp8kit.checkpoint.dialects.base import Source as Source
 from fp8kit.checkpoint.dialects.base import Spec as Spec
 from fp8kit.checkpoint.dialects.base import quantization_config as quantization_config
 from fp8kit.checkpoint.dialects.base import scheme_of as scheme_of
+from fp8kit.checkpoint.dialects.base import text_part as text_part
 from fp8kit.checkpoint.dialects.by_layer import BY_LAYER
 from fp8kit.checkpoint.dialects.comfyui import COMFYUI
 from fp8kit.checkpoint.dialects.compressed_tensors import COMPRESSED_TENSORS as COMPRESSED_TENSORS
@@ -35,7 +36,7 @@ from fp8kit.checkpoint.dialects.torchao import TORCHAO
 from fp8kit.checkpoint.dialects.transformers_fp8 import TRANSFORMERS_FP8 as TRANSFORMERS_FP8
 from fp8kit.errors import CheckpointError, check_choice
 
-# the first is the default; a config counts only where tensors do not give another dialect away
+# in the order in which they are tried; tensors that show another dialect outweigh a config
 DIALECTS: tuple[Dialect, ...] = (
     COMPRESSED_TENSORS,
     BY_LAYER,
@@ -58,7 +59,7 @@ def detect(source: Source) -> Dialect | None:
     """Return which dialect a checkpoint is written in: by its tensors first, then by its config.
 
     ``None`` stands for a checkpoint in high precision. Raises ``CheckpointError`` if it announces a
-    quantization that no dialect here understands, or rotations of what goes into layers.
+    quantization that no dialect here understands, or rotations of the inputs of layers.
     """
     named = source.method == "quanto" or "quanto_qmap.json" in source.documents
     if named or source.has(".weight._data"):
@@ -85,7 +86,7 @@ def detect(source: Source) -> Dialect | None:
     rotated = [key for key in ("rotation_config", "spinquant_config") if found.get(key)]
     algorithms = found.get("algo_config") or ()
     for algorithm in algorithms if isinstance(algorithms, list) else ():
-        wanted = ("r4", "online_r1_rotation")  # those that the model has to do while it runs
+        wanted = ("r4", "online_r1_rotation")  # rotations that the model computes at run time
         if isinstance(algorithm, dict):
             rotated += [f"algo_config: {key}" for key in wanted if algorithm.get(key)]
     if rotated:

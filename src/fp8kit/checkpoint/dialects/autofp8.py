@@ -1,6 +1,6 @@
 """``fp8`` with ``weight_scale``: AutoFP8 and vLLM's own, one scale per tensor, static or dynamic.
 
-A dynamic engine scales activations per token where it can; so does this package. LoRAX reads
+With dynamic activations, engines scale per token where they can, as this package does. LoRAX reads
 these tensors without a config.
 """
 

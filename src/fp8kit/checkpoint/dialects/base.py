@@ -24,9 +24,9 @@ _CONFIG = "The quantization config"
 Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 _EMBEDDING = re.compile(r"(embed|wte|wpe)[^.]*$")
 _SINGLE_EXPERT = re.compile(r"\bexperts\.\d+\.")
-# merged layers of which engines ask by name, and the layers in files that they are made of
+# merged layers that engines look up by name -> the layers in files that they consist of
 _ASKED_FOR = {"gate_up_proj": GATE_UP, "qkv_proj": ("qkv",), **OF_DELTA_NET}
-# where the config of a model of several parts has that of its language model
+# keys under which the config of a model of several parts holds that of its language model
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 _NATURAL = {TENSOR: ROW, ROW: ROW, BLOCK: GROUP128, MX: MX}
 
@@ -35,10 +35,10 @@ _NATURAL = {TENSOR: ROW, ROW: ROW, BLOCK: GROUP128, MX: MX}
 class Source:
     """All that a checkpoint says about itself before a tensor is read.
 
-    ``kinds`` has dtype and shape of each tensor on disk, ``documents`` JSON files beside
-    ``config.json``, ``metadata`` the texts in headers, and texts that are tensors (ComfyUI).
-    ``widths`` are the rows of parts of fused layers, by patterns of names, as a user gave them;
-    ``made`` has the granularity of weights that become FP8 as they are read, by layer.
+    ``kinds`` has dtype and shape of each tensor on disk, ``documents`` the JSON files beside
+    ``config.json``, ``metadata`` the texts in headers, and those stored as tensors (ComfyUI).
+    ``widths`` has the user's row counts of the parts of fused layers, by patterns of names, and
+    ``made`` the granularity of weights that become FP8 when they are read (NVFP4), by layer.
     """
 
     config: JsonObject
@@ -65,12 +65,12 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """How one layer computes; what a config leaves open, ``None``, the tensors decide.
+    """How one layer computes; the tensors decide what a config leaves open (``None``).
 
-    Without ``activation`` it is what is natural to the weight (rows for tensors and rows, 1x128 for
-    blocks, MX for MX). ``static`` ones have an ``input_scale``, which ``unscaled`` ones have and do
-    not use (ComfyUI); ``weight_only`` leaves all but static ones in 16 bit. ``swizzled`` MX scales
-    lie in 128x4 tiles (torchao, ComfyUI); ``transposed`` stacks have K before N (FBGEMM).
+    Without ``activation`` the weight decides (rows for tensors and rows, 1x128 for blocks, MX for
+    MX). ``static`` activations have an ``input_scale``, which ``unscaled`` layers have and do not
+    use (ComfyUI); ``weight_only`` leaves all others in 16 bit. ``swizzled`` MX scales lie in 128x4
+    tiles (torchao, ComfyUI); ``transposed`` stacks have K before N (FBGEMM).
     """
 
     weight: GroupShape | None = None
@@ -96,8 +96,8 @@ class Numbers:
 class Announcement:
     """What a checkpoint announces: how each layer computes, by its name, and what is left dense.
 
-    ``unread`` are sentences about what this package does not carry out, ``scale_ub`` bounds the
-    amax of activations from above.
+    ``unread`` has sentences about announcements that this package does not carry out, ``scale_ub``
+    bounds the amax of activations from above.
     """
 
     numbers: Callable[[str], Numbers]
@@ -110,10 +110,10 @@ class Announcement:
 class Spec:
     """How the quantized layers of a checkpoint compute, as it is read or to be written.
 
-    ``scheme`` is that of most of them. ``others`` are layers that the common name of linear layers
-    does not cover: those of another scheme, and a quantized output head. ``kv_scales`` says what
-    scales of the KV cache there are: ``"tensor"``, ``"attn_head"``, or none. The rest is as in
-    ``Announcement``.
+    ``scheme`` is that of most of them. ``others`` has the layers that an entry for linear layers in
+    general does not cover: those of another scheme, and a quantized output head. ``kv_scales`` is
+    ``"tensor"`` or ``"attn_head"``, the granularity of the KV cache's scales, or empty without any.
+    The rest is as in ``Announcement``.
     """
 
     scheme: Scheme
@@ -138,8 +138,8 @@ class Dialect:
 
     ``parse`` reads what a checkpoint announces, ``render`` writes a quantization config; both raise
     ``CheckpointError`` for what cannot be honoured, and ``render`` where a dialect is only read.
-    ``suffixes`` has our names of tensors that have another one on disk, ``tensor_scale`` the shape
-    of a per-tensor scale there.
+    ``suffixes`` maps our names of tensors to those on disk where they differ; ``tensor_scale`` is
+    the shape of a per-tensor scale on disk.
     """
 
     name: str
@@ -156,7 +156,7 @@ class Dialect:
 
 
 def refused(spec: Spec, dialect: str, holds: str, remedy: str) -> CheckpointError:
-    """Return the error of a dialect that cannot hold a scheme; ``holds`` says what it can."""
+    """Return the error for a scheme that a dialect cannot hold; ``holds`` says what it can."""
     others = " and others" if spec.others else ""
     return CheckpointError(
         f"Got scheme {spec.scheme}{others} to write as {dialect}.", holds, remedy
@@ -164,7 +164,7 @@ def refused(spec: Spec, dialect: str, holds: str, remedy: str) -> CheckpointErro
 
 
 def rotated(where: str) -> CheckpointError:
-    """Return the error of layers whose inputs are rotated while the model runs."""
+    """Return the error for layers whose inputs are rotated while the model runs."""
     return CheckpointError(
         f"{where}: inputs of layers are rotated at run time.",
         "Layers here multiply their inputs as they come: every number would be wrong.",
@@ -173,7 +173,7 @@ def rotated(where: str) -> CheckpointError:
 
 
 def left_dense(spec: Spec) -> JsonObject:
-    """Announce the layers in high precision as vLLM reads it, and as Transformers does."""
+    """List the layers in high precision under the keys that vLLM and Transformers read."""
     left = sorted(listed(spec.ignore))
     return {"ignored_layers": left, "modules_to_not_convert": left}
 
@@ -184,26 +184,26 @@ def is_embedding(layer: str) -> bool:
 
 
 def first_match(known: Mapping[str, Numbers], layer: str, default: Numbers) -> Numbers:
-    """Return what is known of a layer: by its own name, else by the first pattern it matches."""
+    """Return the entry of a layer: by its own name, else by the first pattern it matches."""
     patterns = (n for pattern, n in known.items() if fnmatch.fnmatchcase(layer, pattern))
     return known.get(layer) or next(patterns, default)
 
 
 def listed(names: Iterable[str]) -> set[str]:
-    """List what stays in high precision, with what engines may ask for in its place.
+    """List the layers in high precision under every name that engines may look up.
 
-    They merge q, k and v, and gate and up, and ask for the parts of most merged layers; but for
-    some, such as those in the vision tower of GLM-4V, for the merged layer itself. The result has
-    these names, the output head, and the merged layers all of whose parts are among them.
+    Engines merge q, k and v, and gate and up. They look most merged layers up by their parts, but
+    some, such as those in the vision tower of GLM-4V, by the name of the merged layer. The result
+    has these names, the output head, and the merged layers all of whose parts are among the names.
     """
     return with_merged({"lm_head", *names}, _ASKED_FOR)
 
 
 def with_merged(names: Iterable[str], layers: Mapping[str, tuple[str, ...]]) -> set[str]:
-    """Add those of the merged ``layers``, given with their parts, all of which have names here."""
+    """Add each merged layer all of whose parts are in ``names``; ``layers`` has the parts."""
     found = set(names)
     for name in sorted(found):
-        if _SINGLE_EXPERT.search(name):  # of which engines ask in their own way
+        if _SINGLE_EXPERT.search(name):  # engines look these up in their own way
             continue
         parent, dot, last = name.rpartition(".")
         for merged, parts in layers.items():
@@ -224,6 +224,12 @@ def scheme_of(
     x = "16bit" if activation is None else f"{'static_' if static else ''}{activation}"
     name = f"FP8_{weight}_BY_{x}{'_UE8M0' if ue8m0 else ''}".upper()
     return Scheme(name, weight, activation, static, ue8m0)
+
+
+def text_part(config: JsonObject) -> JsonObject:
+    """Return what a ``config.json`` says about its language model: a part of it, or all of it."""
+    parts = (config.get(part) for part in TEXT_PARTS)
+    return next((part for part in parts if isinstance(part, dict)), config)
 
 
 def quantization_config(config: JsonObject) -> JsonObject | None:
@@ -248,7 +254,7 @@ def quantization_config(config: JsonObject) -> JsonObject | None:
 def broken(
     key: str, found: object, wanted: str, remedy: str = _AGAIN, *, file: str = _CONFIG
 ) -> CheckpointError:
-    """Return the error of a config with an entry ``found`` where only ``wanted`` is honoured."""
+    """Return the error for a config whose entry ``key`` is ``found`` and must be ``wanted``."""
     shown = repr(found)
     return CheckpointError(
         f"{file} has {key} = {shown if len(shown) < 300 else shown[:300] + '...'}.",
@@ -283,7 +289,7 @@ def objects(config: JsonObject, key: str) -> JsonObject:
 
 
 def object_in(place: str, found: object) -> JsonObject:
-    """Return an object that a file has in its header, also as a text that holds it as JSON."""
+    """Return an object from the header of a file, which may hold it as JSON text."""
     try:
         read = json.loads(found) if isinstance(found, str) else found
     except (ValueError, RecursionError):

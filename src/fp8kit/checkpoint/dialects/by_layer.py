@@ -2,7 +2,7 @@
 
 diffusers has no public format that holds FP8 layers. What it writes with the quantization method
 ``fp8kit`` has the names and shapes of ``Fp8Linear``, and loads nowhere else without an error. The
-mixin of huggingface_hub has no config of that kind: its files say the same in their header.
+mixin of huggingface_hub writes no such config: its files hold the same entries in their header.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ METHOD = "fp8kit"
 
 
 def plain(scheme: Scheme) -> str | JsonObject:
-    """Write a scheme as JSON can hold it: a preset by its name, another by its fields."""
+    """Return a scheme as JSON can hold it: a preset by its name, another by its fields."""
     if (SCHEMES | MX_FORMS).get(scheme.name) == scheme:
         return scheme.name
     return {**asdict(scheme), "dtype": str(scheme.dtype).removeprefix("torch.")}
 
 
 def scheme_of_plain(scheme: str | JsonObject) -> Scheme:
-    """Undo ``plain``; raises ``ValueError`` for an unknown preset, or what is no scheme."""
+    """Read a scheme that ``plain`` returned; raises ``ValueError`` if it is none."""
     if isinstance(scheme, str):
         return Scheme.of(scheme)
     try:
@@ -41,7 +41,7 @@ def scheme_of_plain(scheme: str | JsonObject) -> Scheme:
 
 
 def schemes_of(layers: Mapping[str, str | JsonObject]) -> dict[str, Scheme]:
-    """Read the schemes of FP8 layers, by name, as ``plain`` writes them; refuse what is none."""
+    """Read the schemes of FP8 layers, by name, as ``plain`` writes them; refuse anything else."""
     found = {}
     for name, scheme in layers.items():
         try:

@@ -64,7 +64,7 @@ def _parse(source: Source) -> Announcement:
 
 
 def _check_format(layer: str, form: object, source: Source) -> None:
-    """Refuse an entry about other codes than those that are there."""
+    """Refuse an entry whose format is not that of the layer's codes."""
     weight = f"{layer}.weight".lstrip(".")
     codes = str(source.kinds[weight][0]).removeprefix("torch.") if weight in source.kinds else ""
     # tools add the granularity, as in float8_e4m3fn_rowwise; ModelOpt says fp8

@@ -34,7 +34,7 @@ _ACTIVATIONS: dict[tuple[GroupShape, bool], JsonObject] = {
     (GROUP128, False): {"strategy": "group", "group_size": 128, "dynamic": True},
     (MX, False): {"strategy": "group", "group_size": 32, "dynamic": True},
 }
-# readers select MX by these, and read scales into bytes
+# readers recognize MX by these entries, and read its scales as bytes
 _MX_BYTES: JsonObject = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 _FLOAT, _MX = "float-quantized", "mxfp8-quantized"
 _FORMATS = (_FLOAT, "naive-quantized", _MX, "mxfp4-pack-quantized", "nvfp4-pack-quantized")
@@ -125,7 +125,7 @@ def _places_of_rotations(transforms: JsonObject) -> list[object]:
 def _names_of(layer: str, config: JsonObject) -> tuple[str, ...]:
     """Return the name of a layer in its file, then others that it may have in Transformers' model.
 
-    Groups name layers as in the model in memory, and models of several parts are saved with others.
+    Groups use names of the model in memory; models of several parts are saved under other names.
     """
     if "text_config" not in config:
         return (layer,)
@@ -171,7 +171,7 @@ def _group(name: str, group: JsonObject, found: JsonObject) -> Numbers:
     if weights == {**_ARGS, **_WEIGHTS[MX], "num_bits": 4, "dynamic": False}:
         return Numbers(MX, MX)  # FP4 values are FP8 values
     if weights == {**_ARGS, **_NVFP4, "dynamic": False}:
-        return Numbers()  # what it became as it was read
+        return Numbers()  # its tensors tell what it became when it was read
     if weight is not None and not inputs:
         return Numbers(weight, weight_only=True)
     for (activation, static), x in _ACTIVATIONS.items():
@@ -199,9 +199,9 @@ def _render(spec: Spec) -> JsonObject:
     schemes: dict[Scheme, list[str]] = {spec.scheme: ["Linear"]}
     for layer, scheme in sorted(spec.others.items()):
         schemes.setdefault(scheme, []).append(layer)
-    # SGLang's Mixtral asks for its layers without the name of the model around them
+    # SGLang's Mixtral looks its layers up without the prefix "model."
     bare = any(".block_sparse_moe." in name for name in (*spec.ignore, *spec.others))
-    # SGLang asks for a merged layer itself before it takes it for any other Linear
+    # SGLang looks a merged layer up by its own name before it applies the group of Linear
     merged = {s: base.with_merged(names, _MERGED_PARTS) for s, names in schemes.items()}
     named = {s: sorted(_asked_for(names, bare)) for s, names in merged.items()}
     layouts = [_MX if s.weight == MX else _FLOAT for s in schemes]
@@ -226,10 +226,10 @@ def _render(spec: Spec) -> JsonObject:
 
 
 def _asked_for(names: set[str], bare: bool) -> set[str]:
-    """Add what vLLM and SGLang ask for to learn how experts, or layers of ``bare`` name, compute.
+    """Add the names that vLLM and SGLang look up for experts, and ``bare`` ones without "model.".
 
-    They ask for three layers of the first expert, by these names whatever the model calls them,
-    and never for a stack. Models of vLLM rename what is listed as they rename weights, but not
+    For experts they look up three layers of the first one, by these names whatever the model calls
+    them, and never a stack. Models of vLLM rename listed names as they rename weights, but not
     patterns: names serve models that move their layers, the pattern those that rename projections.
     """
     homes = {m["experts"] for name in names if (m := _EXPERTS.fullmatch(name))}

@@ -1,7 +1,7 @@
 """``fbgemm_fp8``: scales per row and per token, experts as transposed stacks (Llama 4).
 
-``activation_scale_ub`` bounds the amax of every token. It is the one dialect that has such a bound,
-and it is written for layers with one.
+``activation_scale_ub`` bounds the amax of every token. No other dialect has such a bound, so this
+one is written for layers that have it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Mistral's own files: ``params.json`` beside ``consolidated.safetensors``.
 
-Layers keep Mistral's names, and the rows of ``wq`` and ``wk`` the order they have there. What
-llm-compressor made has its own config there, and is read as compressed-tensors.
+Layers keep Mistral's names, and the rows of ``wq`` and ``wk`` keep Mistral's order. A checkpoint by
+llm-compressor has its own config in ``params.json``, and is read as compressed-tensors.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _ALGORITHMS = {
     "MXFP8": Numbers(MX, MX),
     "MXFP4": Numbers(MX, MX),  # FP4 values are FP8 values
     "W4A8_MXFP4_FP8": Numbers(MX, MX),
-    "NVFP4": Numbers(),  # what it became as it was read
+    "NVFP4": Numbers(),  # its tensors tell what it became when it was read
     "W4A16_NVFP4": Numbers(),
 }
 
@@ -41,7 +41,7 @@ def _parse(source: Source) -> Announcement:
             raise base.broken(key, layers, "an object with at least one layer")
         algorithms = {name: base.objects(layers, name).get("quant_algo") for name in layers}
         known = {n: _algorithm(f"{key}.{n}", said) for n, said in algorithms.items()}
-        # a layer that is not listed and FP8 all the same: its tensors say the rest
+        # of an FP8 layer that is not listed: its tensors tell the rest
         others = Numbers(static=None)
     else:
         cache = word is None and found.get("kv_cache_quant_algo") is not None

@@ -23,7 +23,7 @@ def _parse(source: Source) -> Announcement:
     common = _numbers("global_quant_config", found.get("global_quant_config"))
     special = base.objects(found, "layer_quant_config")
     layers = {n: _numbers(f"layer_quant_config.{n}", c) for n, c in special.items()}
-    # a layer that was FP8 in the source and is not quantized again: its tensors say the rest
+    # an excluded layer may have been FP8 in the source already: its tensors tell the rest
     layers = {**dict.fromkeys(ignore, Numbers(static=None)), **layers}
     return Announcement(lambda layer: base.first_match(layers, layer, common), ignore)
 

@@ -46,7 +46,7 @@ def _parse(source: Source) -> Announcement:
     def of(layer: str) -> Numbers:
         if _is_mx(layer, source):
             return Numbers(MX, MX)
-        # Transformers gives a table one scale, whatever its layers have
+        # Transformers gives an embedding one scale, whatever its linear layers have
         table = base.is_embedding(layer) and f"{layer}.weight_scale" in source.kinds
         return Numbers(TENSOR, static=None) if table else numbers
 
@@ -70,7 +70,7 @@ def _is_mx(layer: str, source: Source) -> bool:
 def fp8_numbers(found: JsonObject) -> Numbers:
     """Read what a config with ``quant_method`` ``fp8`` says about every layer.
 
-    Raises ``CheckpointError`` if a value is none that this package carries out.
+    Raises ``CheckpointError`` for a value that this package does not carry out.
     """
     activation = base.choice(found, "activation_scheme", ("dynamic", "static", None))
     base.choice(found, "fmt", ("e4m3", "float8_e4m3fn", None))

@@ -35,7 +35,7 @@ class Layers:
     ties: list[list[str]] = field(default_factory=list)
     form: Scheme | None = None  # of MXFP8 layers; by default the fastest on their device
     read: dict[str, str] = field(default_factory=dict)
-    missing: Sequence[str] = ()  # patterns of those that keep what they hold
+    missing: Sequence[str] = ()  # patterns of layers that keep their values
 
 
 def expected_state(model: nn.Module, layers: Layers) -> dict[str, Tensor]:
@@ -67,7 +67,7 @@ def shapes_of(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: bool) -> list[str]:
-    """Compare names and shapes before anything changes; list tensors the model has no use for."""
+    """Compare names and shapes before anything changes; list tensors the model does not use."""
     wanted = expected_state(model, layers)
     tensors = {n: i.shape for n, i in checkpoint.tensors.items()}
     coded = {layer.weight: layer.shape for layer in checkpoint.layers.values()}
@@ -110,7 +110,7 @@ def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: 
 
 
 def _remedy(lost: bool, others: bool, absent: Sequence[str], on_disk: Collection[str]) -> str:
-    """Say what to do about buffers that get values as a model is built, and about the rest."""
+    """Return what to do about buffers that get values when a model is built, and the rest."""
     said = ["Pass the model the files are of, or none for a directory of Transformers."] * others
     if absent and (renamed := other_beginning(absent, on_disk)):
         said = [renamed]
@@ -128,7 +128,7 @@ def _remedy(lost: bool, others: bool, absent: Sequence[str], on_disk: Collection
 
 
 def other_beginning(absent: Sequence[str], given: Collection[str]) -> str:
-    """Say what to do if most absent names of a model were given with another beginning."""
+    """Return what to do if most absent names were given with another prefix; else empty."""
     name = absent[0]
     for other in given:
         prefix = other.removesuffix(name)
@@ -150,7 +150,7 @@ def other_beginning(absent: Sequence[str], given: Collection[str]) -> str:
 
 def _most(found: Iterable[bool]) -> bool:
     known = list(found)
-    return 2 * sum(known) >= len(known)  # scales of weights that are quantized do not come
+    return 2 * sum(known) >= len(known)  # scales of weights to quantize never come
 
 
 def _made_here(model: nn.Module, layers: Layers, covered: set[str]) -> set[str]:

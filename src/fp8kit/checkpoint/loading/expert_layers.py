@@ -23,7 +23,7 @@ from fp8kit.modules.stacked_experts import empty_experts, held_tensors
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """What a module of experts becomes."""
+    """The FP8 form that a module of experts gets."""
 
     stacks: ExpertStacks
     scheme: Scheme
@@ -42,8 +42,8 @@ def experts_in_checkpoint(
 ) -> dict[str, Experts]:
     """Find the modules of experts whose stacks a checkpoint holds in FP8, all of one scheme.
 
-    Gives what dense modules become, by name; what is in none is decoded. Raises ``CheckpointError``
-    if a module of FP8 experts is there, and of another scheme.
+    Returns what dense modules become, by name; stacks of other modules are decoded. Raises
+    ``CheckpointError`` if the model has FP8 experts there, of another scheme.
     """
     parts: dict[str, dict[str, list[Layer]]] = defaultdict(lambda: defaultdict(list))
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -86,8 +86,8 @@ def stack_of(name: str, shapes: Shapes) -> str:
 def scheme_of(layers: Iterable[Layer], checkpoint: Checkpoint) -> Scheme | None:
     """Return the one scheme of experts; ``None`` if they have several.
 
-    A stack joins gate and up of an expert. Where each has one scale and these are equal, so has the
-    stack; otherwise every row of it keeps the scale it had.
+    A stack joins gate and up of an expert. If in each expert both have the same one scale, their
+    matrix keeps it; otherwise every row of the stack keeps the scale it had.
     """
     layers = list(layers)
     schemes = {layer.scheme for layer in layers}
@@ -108,14 +108,14 @@ def scheme_of(layers: Iterable[Layer], checkpoint: Checkpoint) -> Scheme | None:
 
 
 def by_every_name(model: nn.Module, experts: Mapping[str, Experts]) -> dict[str, Experts]:
-    """Return what modules become under all of their names, where several places share one."""
+    """Return what modules become, by every name of a module that has several names."""
     modules = dict(model.named_modules(remove_duplicate=False))
     kinds = {modules[name]: found for name, found in experts.items()}
     return {name: kinds[module] for name, module in modules.items() if module in kinds}
 
 
 def stacks_by_name(model: nn.Module, experts: Mapping[str, Experts]) -> dict[str, ExpertStacks]:
-    """Return how modules hold their experts, those that are FP8 and those that become it."""
+    """Return the stacks of modules of experts that are FP8 or become FP8, by every name."""
     every = model.named_modules(remove_duplicate=False)
     found = {n: m.stacks for n, m in every if isinstance(m, ExpertTensors)}
     return found | {n: e.stacks for n, e in by_every_name(model, experts).items()}

@@ -19,12 +19,12 @@ from fp8kit.modules.parameters import frozen
 Value = Tensor | Fp8Weight
 
 
-class Arrivals:
-    """What has arrived of the stacks of a model, and where it goes.
+class StackPlacement:
+    """The FP8 stacks of a model, while their experts arrive.
 
     A matrix is quantized, or copied, into its place in the stack as soon as its parts are there, so
-    that no stack in high precision is ever put together. Tensors of the model may be on meta:
-    ``place`` gives the device for one. ``kept`` copies what waits, if its memory may be used again.
+    that no stack is ever assembled in high precision. Tensors of the model may be on meta;
+    ``place`` gives their device. ``kept`` copies a tensor that waits, if its memory may be reused.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Arrivals:
         self._fixed: dict[str, Tensor] = {}
 
     def roles(self) -> dict[str, tuple[str, str]]:
-        """Return the names of whole stacks and their scales, each with its stack and its role."""
+        """Map the names of whole stacks and of their scales to stack and role of the tensor."""
         found = {
             name: (home, role)
             for home in self._homes
@@ -61,14 +61,14 @@ class Arrivals:
         return None if route is None else self._homes.get(route.target)
 
     def route(self, name: str) -> Route | None:
-        """Return the way of a whole stack of this name, if there is one."""
+        """Return the route of a whole stack of this name, if the model has one."""
         return Route(name, (name,)) if name in self._homes else None
 
     def put(self, module: ExpertTensors, route: Route, value: Value) -> set[str]:
         """Take a matrix, a part of one, or a whole stack.
 
-        Gives the names of the tensors that are complete now. Raises ``CheckpointError`` if it does
-        not fit, and ``ConversionError`` if it cannot be quantized.
+        Returns the names of the tensors that are now complete. Raises ``CheckpointError`` if it
+        does not fit, and ``ConversionError`` if it cannot be quantized.
         """
         name, stack = route.target, self._homes[route.target][1]
         self._materialize(module, stack)
@@ -93,7 +93,7 @@ class Arrivals:
         return {named(self._homes[name][0], t) for s, t in module.tensors() if s == stack}
 
     def absent(self) -> Iterator[tuple[str, str]]:
-        """Give each stack that is not whole, and what it waits for."""
+        """Yield each stack that is incomplete, and one of the parts that it waits for."""
         for (name, expert), parts in self._waiting.items():
             sources = self._sources[name].names(expert)
             yield name, next(s for i, s in enumerate(sources) if i not in parts)
@@ -137,7 +137,7 @@ class Arrivals:
         )
 
     def _materialize(self, module: ExpertTensors, stack: str) -> None:
-        """Make room for a stack, if it is on meta or elsewhere than it is to be."""
+        """Allocate a stack that is on meta, or on another device than ``place`` gives."""
         for own, name in module.tensors():
             held = module.get_parameter(name)
             place = self._place(held)
@@ -162,7 +162,7 @@ def _matrices(module: ExpertTensors, stack: str, name: str, value: Value) -> Ite
 
 
 def _joined(module: ExpertTensors, name: str, parts: list[Value]) -> Value:
-    """Put gate and up of one expert below one another."""
+    """Concatenate gate and up of one expert along their rows."""
     activation = module.stacks.activation
     if activation is None or activation.interleaved:
         raise CheckpointError(

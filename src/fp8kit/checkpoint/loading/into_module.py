@@ -55,8 +55,8 @@ class Filled:
     """What to know about a load.
 
     ``unused`` names tensors that the model does not use, ``decoded`` layers that are FP8 in the
-    checkpoint and dense in the model, ``read`` those of them whose weight code reads, with the
-    reasons; ``told`` has further sentences.
+    checkpoint and dense in the model; ``read`` has the reason for those that stay dense because
+    code reads their weight; ``told`` has further sentences.
     """
 
     unused: list[str] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Filled:
     read: Mapping[str, str] = field(default_factory=dict)
 
     def notes(self, source: str) -> list[str]:
-        """Say it in sentences about ``source``, which was loaded."""
+        """Return this as sentences about ``source``, which is the subject of each."""
         found = []
         if self.unused:
             found.append(
@@ -120,9 +120,9 @@ def fill(
 
 
 def _in_order(checkpoint: Checkpoint, names: set[str], shapes: Shapes) -> list[str]:
-    """Order tensors as they lie on disk, but bring what one weight waits for right after it.
+    """Order tensors as they lie on disk, but keep parts and scales of one weight together.
 
-    Otherwise all the weights whose other parts or scales are in a later file would wait at once.
+    Otherwise all weights whose other parts or scales are in a later file would wait in memory.
     """
 
     def place(name: str) -> tuple[str, int]:
@@ -146,10 +146,9 @@ def begin(
     high: torch.dtype = torch.bfloat16,
     owned: bool = True,
 ) -> Placement:
-    """Put new FP8 layers into a model, and make ready for tensors to arrive.
+    """Put new FP8 layers into a model, and return the ``Placement`` for its tensors.
 
-    ``layers``, from ``layers_by_plan``, learn here which of their tensors are tied. The rest is as
-    in ``fill`` and ``Placement``.
+    ``layers.ties`` is set here. The rest is as in ``fill`` and ``Placement``.
     """
     for name, module in model.named_modules():
         if isinstance(module, Fp8Experts):
@@ -178,10 +177,10 @@ def begin(
 
 
 def end(model: nn.Module, layers: Layers, arrivals: Placement) -> list[str]:
-    """Check that all has arrived, tie what is tied, and let layers share their input.
+    """Check that all has arrived, tie tensors, and let siblings (q/k/v, gate/up) share their input.
 
-    Gives what became of MXFP8 layers, in sentences. Raises ``CheckpointError`` if a weight is not
-    whole, or a tensor is still on meta.
+    Returns sentences about the forms of MXFP8 layers. Raises ``CheckpointError`` if a weight is
+    incomplete, or a tensor is still on meta.
     """
     arrivals.finish()
     for group in layers.ties:
@@ -200,7 +199,7 @@ def end(model: nn.Module, layers: Layers, arrivals: Placement) -> list[str]:
     arrivals.placed.update(named(name, "weight_exponents") for name in rebased)
     for name, module in experts.items():
         arrivals.placed.update(named(name, tensor) for _, tensor in module.tensors())
-    if layers.made:  # what was converted before was shared and fused before, as was asked then
+    if layers.made:  # FP8 layers of an earlier conversion keep its sharing and fusion
         conversion_siblings.share_inputs(model, layers.groups)
         fusion.fuse_producers(model)
     return told
@@ -229,7 +228,7 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
                 continue  # an embedding, say, or renamed by a hook of state_dict: decoded
             foreign = module in read and not isinstance(module, Fp8Linear)
             if foreign and module.weight.dtype not in FP8_FORMATS:
-                found.read[target] = read[module]  # codes are not its numbers: decoded
+                found.read[target] = read[module]  # that code would take codes for numbers: decoded
                 continue
             if isinstance(module, Fp8Linear):
                 stored, joined = module.scheme.stored, len(route.sources) > 1
@@ -255,7 +254,7 @@ def plan_to_load(
     exclude: Sequence[str] | None,
     strict: bool,
 ) -> Report:
-    """Plan as ``fp8kit.plan`` does, less what becomes FP8 in memory only: a ``Conv1D``."""
+    """Plan as ``fp8kit.plan`` does, without ``Conv1D``, which becomes FP8 in memory only."""
     report = plan(model, scheme, include=include, exclude=exclude, strict=strict).report
     for record in report.linears:
         if is_conv1d(model.get_submodule(record.name)):
@@ -266,7 +265,7 @@ def plan_to_load(
 
 
 def layers_by_plan(model: nn.Module, options: PlanOptions, dtype: torch.dtype) -> Layers:
-    """Make empty FP8 layers for what a plan selects.
+    """Make empty FP8 layers for the layers that a plan selects.
 
     Raises ``ConversionError`` if the scheme is static, and as ``fp8kit.plan`` raises it.
     """
@@ -296,7 +295,7 @@ def empty_layer(dense: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> Fp8Line
 
 
 def tie(model: nn.Module, names: Sequence[str], loaded: Collection[str]) -> None:
-    """Let all names of one tensor share what was loaded under one of them."""
+    """Let all names of one tensor share the tensor that was loaded under one of them."""
     source = next((n for n in names if n in loaded), names[0])
     owner, _, kind = source.rpartition(".")
     tensor = getattr(model.get_submodule(owner), kind)

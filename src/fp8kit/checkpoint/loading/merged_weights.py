@@ -33,10 +33,10 @@ class Fp8Weight:
 def fp8_weight(
     name: str, codes: Tensor, scale: Tensor, input_scale: Tensor | None, group: GroupShape
 ) -> Fp8Weight:
-    """Put codes and scales together.
+    """Build an ``Fp8Weight`` from codes and scales.
 
     Codes are FP8 ``[N, K]``, or a stack ``[E, N, K]``; the scale has as many numbers as ``group``
-    wants, in any shape. The input scale is one number; of a stack's, the largest counts. Raises
+    needs, in any shape. The input scale is one number; of several, the largest is taken. Raises
     ``CheckpointError`` for ``name`` if the scale has another dtype or size, or if it or the input
     scale is not finite and positive.
     """
@@ -62,7 +62,7 @@ def fp8_weight(
 
 
 def is_finite(q: QTensor) -> bool:
-    """Return whether all scales are finite, as those of finite numbers are."""
+    """Return whether all scales are finite, as they are for finite weights; true on meta."""
     finite = q.scale != _E8M0_NAN if q.group == MX else q.scale.isfinite()
     return q.scale.is_meta or bool(finite.all())
 
@@ -79,7 +79,7 @@ def quantized(dense: Tensor, scheme: Scheme, name: str) -> QTensor:
 
 
 def not_finite(names: Sequence[str]) -> ConversionError:
-    """Return the error for weights that hold what cannot be quantized."""
+    """Return the error for weights that hold NaN or infinities."""
     verb, layers = ("holds", "this layer") if len(names) == 1 else ("hold", "these layers")
     return ConversionError(
         f"{some_of(names)} {verb} NaN or infinities.",
@@ -89,9 +89,9 @@ def not_finite(names: Sequence[str]) -> ConversionError:
 
 
 def joined_scheme(scheme: Scheme) -> Scheme:
-    """Return the scheme of a layer that is joined from several: one scale per tensor becomes rows.
+    """Return the scheme of a layer joined from several: scales per tensor become scales per row.
 
-    Nothing is requantized so: every row keeps the scale it had.
+    So nothing is requantized: every row keeps the scale it had.
     """
     if scheme.weight != TENSOR:
         return scheme
@@ -104,7 +104,7 @@ def joined_scheme(scheme: Scheme) -> Scheme:
 
 
 def rows_of(weight: Fp8Weight, first: int, last: int, name: str) -> Fp8Weight:
-    """Cut rows ``first`` to ``last`` (exclusive) out of an FP8 weight; not through a block."""
+    """Cut rows ``first`` to ``last`` (exclusive) out of an FP8 weight; refuse to cut a block."""
     q = weight.q
     if q.group == TENSOR:
         scale = q.scale
@@ -116,11 +116,11 @@ def rows_of(weight: Fp8Weight, first: int, last: int, name: str) -> Fp8Weight:
 
 
 def join(weights: Sequence[Fp8Weight], group: GroupShape, name: str) -> Fp8Weight:
-    """Put FP8 weights below one another.
+    """Concatenate FP8 weights along their rows.
 
-    Scales per tensor become one scale per row if the result has rows, which changes no number; if
-    it has one scale, that is the largest, and weights of smaller ones are requantized, as serving
-    engines do. Input scales become the largest one. Raises ``CheckpointError`` if blocks would
+    With ``group`` ``ROW``, scales per tensor become scales per row, which changes no number. With
+    ``TENSOR``, the largest scale is taken, and weights with a smaller one are requantized, as in
+    serving engines. The largest input scale is taken. Raises ``CheckpointError`` if blocks would
     straddle two weights, or granularities do not fit.
     """
     groups = {w.q.group for w in weights}
@@ -157,7 +157,7 @@ def _check_cut(row: int, group: GroupShape, name: str, end: int = -1) -> None:
 
 
 def other_scheme(name: str, scheme: Scheme, held: str) -> CheckpointError:
-    """Return the error of codes that the model has no layer of their scheme for."""
+    """Return the error for codes whose scheme is not that of the model's layer."""
     return CheckpointError(
         f"{name} is {scheme} in the checkpoint and {held} in the model.",
         "Codes load into dense layers inside a model, or into FP8 ones of the same scheme.",

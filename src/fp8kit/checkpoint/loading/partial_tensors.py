@@ -14,11 +14,11 @@ from fp8kit.checkpoint.schema.merged_names import Route, Shapes
 
 @dataclass(slots=True)
 class Partial:
-    """A tensor that is not whole.
+    """A tensor that is incomplete.
 
     ``total`` counts the rows of one of its ``experts`` matrices, ``rows`` those of each part that
     has arrived, by expert and index. Rows of a weight to be quantized are gathered in ``dense``,
-    FP8 parts in ``codes`` by index. A part ``between`` others waits for those on one side.
+    FP8 parts in ``codes`` by index. Parts in ``between`` wait until all on one side have arrived.
     """
 
     route: Route
@@ -32,7 +32,7 @@ class Partial:
     def fill(
         self, whole: Tensor, route: Route, part: Tensor, kept: Callable[[Tensor], Tensor]
     ) -> None:
-        """Copy a part into its rows of a matrix; ``kept`` copies one whose place is not known."""
+        """Copy a part into its rows of a matrix; ``kept`` copies one whose rows are not known."""
         waiting, self.between = [*self.between, (route, part)], []
         for source, rows in waiting:
             first = self._first_row(source)
@@ -46,7 +46,7 @@ class Partial:
         return sum(self.rows.get((expert, i), 0) for i in range(len(self.route.sources)))
 
     def _first_row(self, route: Route) -> int | None:
-        """Return where a part begins; ``None`` as long as neither side of it is known."""
+        """Return the first row of a part; ``None`` until all parts on one side are known."""
         sizes = [self.rows.get((route.expert or 0, i)) for i in range(len(route.sources))]
         before, rest = sizes[: route.index], sizes[route.index :]
         if None not in before:
@@ -57,14 +57,14 @@ class Partial:
 
 
 class Partials:
-    """All tensors that are not whole, by name; ``shapes`` are those that a model wants."""
+    """All incomplete tensors, by name; ``shapes`` are those of the model's tensors."""
 
     def __init__(self, shapes: Shapes) -> None:
         self._shapes = shapes
         self._held: dict[str, Partial] = {}
 
     def begin(self, route: Route, name: str, part: torch.Size, matrix: tuple[int, ...]) -> Partial:
-        """Note a part that has arrived; refuse one that does not fit.
+        """Record a part that has arrived; refuse one that does not fit.
 
         ``matrix`` is the shape of the tensor, or of one of its experts.
         """
@@ -79,7 +79,7 @@ class Partials:
         return partial
 
     def end(self, name: str) -> bool:
-        """Return whether all parts are there; forget the tensor then, and check its rows."""
+        """Return whether all parts have arrived; if so, check the rows and forget the tensor."""
         partial = self._held[name]
         if len(partial.rows) < partial.experts * len(partial.route.sources):
             return False
@@ -90,7 +90,7 @@ class Partials:
         return True
 
     def absent(self) -> Iterator[tuple[str, str]]:
-        """Give each tensor that is not whole, and the first part it waits for."""
+        """Yield each incomplete tensor, and the first part that it waits for."""
         for name, partial in self._held.items():
             yield (
                 name,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8kit import functional
-from fp8kit.checkpoint.loading.expert_stacks import Arrivals
+from fp8kit.checkpoint.loading.expert_stacks import StackPlacement
 from fp8kit.checkpoint.loading.merged_weights import (
     Fp8Weight,
     check_shape,
@@ -38,17 +38,17 @@ _EXPONENTS = "weight_exponents"
 
 
 class Placement:
-    """Place tensors in a model as they arrive; quantize every weight when it is whole, and once.
+    """Places tensors in a model as they arrive; quantizes every weight once, when it is complete.
 
-    A weight that comes in parts (q/k/v, gate/up, experts) is whole when all parts are there; FP8
-    codes are, when their scales are. What is whole goes into the storage that the model has, or
-    makes it if it is on meta, and is let go.
+    A weight that comes in parts (q/k/v, gate/up, experts) is complete when all parts are there, FP8
+    codes when their scales are there. A complete weight is written into the model's storage, which
+    is allocated if it is on meta, and is not kept here.
 
     ``sources`` are the FP8 layers of a checkpoint; without them, codes come as ``X.weight`` and
     ``X.weight_scale`` and have the scheme of the layer they go into. By default tensors keep device
-    and dtype, those on meta go to the CPU, and decoded FP8 weights become ``high``. What is not
-    ``owned`` is copied while it waits, because the caller may use its memory again, and the model's
-    dtypes stay.
+    and dtype, those on meta go to the CPU, and decoded FP8 weights become ``high``. Unless arriving
+    tensors are ``owned``, they are copied while they wait, because the caller may reuse their
+    memory, and the model's dtypes stay.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class Placement:
         }
         self._device, self._dtype, self._high = device, dtype, dtype or high
         self._owned = owned
-        # no methods, by which the stacks would hold what holds them, and all that came
+        # not bound methods: by them the stacks would keep this object alive, and all its tensors
         self._place = functools.partial(_place, device)
         self._kept = functools.partial(_kept, owned)
-        self._stacks = Arrivals(model, self._place, self._kept)
+        self._stacks = StackPlacement(model, self._place, self._kept)
         self._roles = self._stacks.roles() | self._roles
         self._arrived: set[str] = set()
         self._waiting: dict[str, dict[str, Tensor]] = {}
         self._partial = Partials(shapes)
-        # the name and the tensor that took the place of each one: tied tensors are one
+        # tensor of the model -> name that filled it, tensor there now; tied names share an entry
         self._filled: MutableMapping[Tensor, tuple[str, Tensor]] = WeakIdKeyDictionary()
 
     def put(self, name: str, tensor: Tensor) -> None:
@@ -129,7 +129,7 @@ class Placement:
             self._deliver(route, layer, tensor, kind)
 
     def finish(self) -> None:
-        """Check that no weight is left waiting for a part, or name each and what it lacks."""
+        """Raise ``CheckpointError`` if a weight still waits; it names each and what it lacks."""
         waiting = [
             f"{named(layer, next(iter(source)))} waits for {self._missing(layer, source)}"
             for layer, source in self._waiting.items()
@@ -166,7 +166,7 @@ class Placement:
         return find(layer, kind, self.shapes)
 
     def _numbers(self, layer: str) -> tuple[Scheme, GroupShape] | None:
-        """Return the scheme of a layer's codes and what their scales obey, if it is known."""
+        """Return the scheme of a layer's codes and the granularity of their scales, if known."""
         known = self._layers.get(layer)
         if known is not None:
             return known.scheme, known.group
@@ -180,7 +180,7 @@ class Placement:
         return (found[0].stored, found[0].stored.weight) if found else None
 
     def _missing(self, layer: str, source: dict[str, Tensor]) -> str:
-        """Name what a weight waits for; empty if it is whole."""
+        """Name what a weight waits for; empty if it is complete."""
         weight, numbers = source.get("weight"), self._numbers(layer)
         if weight is None or weight.dtype in FP8_FORMATS:
             static = numbers is not None and numbers[0].static
@@ -188,7 +188,7 @@ class Placement:
             names = known.tensors if known else {k: named(layer, k) for k in ("weight", *kinds)}
             scale = source.get("weight_scale")
             if scale is not None and scale.dtype != torch.uint8 and numbers and numbers[1] == MX:
-                names[_EXPONENTS] = named(layer, _EXPONENTS)  # of an MX weight that was rebased
+                names[_EXPONENTS] = named(layer, _EXPONENTS)  # an MX weight that was rebased
             return " and ".join(name for kind, name in names.items() if kind not in source)
         if "weight_scale" in source:
             raise CheckpointError(
@@ -220,7 +220,7 @@ class Placement:
     def _deliver(
         self, route: Route, layer: str, value: Tensor | Fp8Weight, kind: str = "weight"
     ) -> None:
-        """Hand what is whole to its one target, or divide it among several."""
+        """Hand a complete tensor to its target, or divide it among several."""
         home = self._stacks.home(route)
         if home is not None and kind in ("weight", home[1]):
             module = cast(ExpertTensors, self._submodule(home[0]))
@@ -247,7 +247,7 @@ class Placement:
         self._write(route, kind, value)
 
     def _gather(self, owner: Fp8Linear, route: Route, value: Tensor | Fp8Weight) -> None:
-        """Fill an FP8 layer, if all its parts are there."""
+        """Take a part of an FP8 layer's weight, and fill the layer when all are there."""
         name, shape = route.tensor("weight"), (owner.out_features, owner.in_features)
         if route.whole:
             check_shape(name, value.shape, shape)
@@ -282,7 +282,7 @@ class Placement:
         if isinstance(value, Fp8Weight):
             if value.q.group != layer.scheme.stored.weight:
                 value = join([value], layer.scheme.stored.weight, name)
-            layer.original_weight = None  # it is not what these codes were made from
+            layer.original_weight = None  # these codes were not made from it
             found = stored_tensors(value.q, layer.scheme, layer=name)
             if value.input_scale is not None and layer.input_scale is not None:
                 found["input_scale"] = value.input_scale
@@ -296,7 +296,7 @@ class Placement:
             self.placed.add(named(name, kind))
 
     def _write(self, route: Route, kind: str, value: Tensor) -> None:
-        """Fill a tensor in high precision, or the rows of it that are there."""
+        """Fill a tensor in high precision, or those of its rows that have arrived."""
         name = route.tensor(kind)
         owner, _, key = name.rpartition(".")
         module = self._submodule(owner)
@@ -338,7 +338,7 @@ class Placement:
     def _set(
         self, module: nn.Module, key: str, value: Tensor, name: str, fresh: bool = False
     ) -> None:
-        # past the guard, which is made anew for each reader
+        # not the guarded view of a weight, which is a new object at each access
         held = cast(Tensor, nn.Module.__getattr__(module, key))
         moved = value.to(self._place(held))
         other, first = self._filled.get(held, ("", held))
@@ -349,12 +349,12 @@ class Placement:
         self._filled[held] = name, held
         if not held.is_meta and held.device == moved.device:
             if any(n > 1 and not step for n, step in zip(held.shape, held.stride(), strict=True)):
-                held.data = held.data.contiguous()  # places of what was expanded are one
+                held.data = held.data.contiguous()  # an expanded tensor repeats memory
             with torch.no_grad():
                 held.copy_(cast_numbers(name, moved, held.dtype))
             return
         borrowed = moved is value and not (fresh or self._owned)
-        part = moved.untyped_storage().nbytes() > moved.nbytes  # would keep the whole alive
+        part = moved.untyped_storage().nbytes() > moved.nbytes  # would keep the whole storage alive
         if borrowed or part or not moved.is_contiguous():
             moved = moved.clone(memory_format=torch.contiguous_format)
         made = _substitute(module, key, moved)
@@ -370,7 +370,7 @@ def _place(device: torch.device | None, held: Tensor) -> torch.device:
 
 
 def _substitute(module: nn.Module, key: str, value: Tensor) -> Tensor:
-    """Put a tensor into the place of another one, as a Parameter if that is one."""
+    """Replace a tensor of a module, as a Parameter if it was one."""
     held = getattr(module, key)
     if isinstance(held, nn.Parameter):
         value = nn.Parameter(value, requires_grad=held.requires_grad)
@@ -379,7 +379,7 @@ def _substitute(module: nn.Module, key: str, value: Tensor) -> Tensor:
 
 
 def _check_tied(first: str, second: str, held: Tensor, value: Tensor) -> None:
-    """Refuse two tensors that differ for one that a model has under two names."""
+    """Refuse different tensors for two names that the model ties."""
     if not _same_bytes(held, value.to(held.dtype)):
         raise CheckpointError(
             f"{first} and {second} differ, and the model ties them: they are one tensor.",
@@ -389,7 +389,7 @@ def _check_tied(first: str, second: str, held: Tensor, value: Tensor) -> None:
 
 
 def _check_cast(name: str, value: Tensor, dtype: torch.dtype) -> None:
-    """Refuse numbers that a tensor of integers, or of real numbers, would cut."""
+    """Refuse numbers that a cast to integers, or to real numbers, would change."""
     if torch.can_cast(value.dtype, dtype):
         return
     if value.is_complex() or not _same_bytes(value.to(dtype).to(value.dtype), value):
@@ -401,7 +401,7 @@ def _check_cast(name: str, value: Tensor, dtype: torch.dtype) -> None:
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Compare bits, as NaN is not equal to NaN."""
+    """Compare bits, because NaN is not equal to NaN."""
     return a.shape == b.shape and torch.equal(
         *(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
     )

@@ -1,4 +1,4 @@
-"""Decode what is on disk to codes and scales in the shapes and dtypes of this package."""
+"""Decode tensors on disk to codes and scales in the shapes and dtypes of this package."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _PIECE = 2**20
 def decode_weight(layer: Layer, raw: Tensor, where: str) -> Tensor:
     """Return the codes of a layer: e4m3fn, K last.
 
-    A view of ``raw``, the tensor on disk, unless bytes had to change. Raises ``CheckpointError`` if
-    codes of e4m3fnuz hold NaN.
+    They are a view of ``raw``, the tensor on disk, unless bytes had to change. Raises
+    ``CheckpointError`` if codes of e4m3fnuz hold NaN.
     """
     codes = raw.transpose(-1, -2) if layer.transposed else raw
     if layer.codes != _FNUZ:
         return codes
     if (raw.view(torch.uint8) == FP8_FORMATS[_FNUZ].nan_code).any():
         raise no_numbers(f"{where} holds NaN.")
-    # e4m3fnuz codes mean twice their value when read as e4m3fn; all but 240, which is NaN there:
-    # with that, the codes are cast, and only the smallest ones rounded
+    # read as e4m3fn, e4m3fnuz codes mean twice their value (so scales are halved), but 240 is NaN:
+    # if it occurs, all codes are cast, which rounds only the smallest ones
     return codes.float().to(_FN) if _has_largest(raw) else codes.view(_FN)
 
 
@@ -85,14 +85,14 @@ def check_codes(codes: Tensor, where: str) -> None:
 def _has_largest(codes: Tensor) -> bool:
     """Return whether a code has all bits but the sign: NaN in e4m3fn, 240 in e4m3fnuz.
 
-    In pieces that stay in cache, and as bytes: ``isnan`` is two hundred times slower.
+    It looks at bytes, in pieces that stay in cache: ``isnan`` is two hundred times slower.
     """
     pieces = torch.split(codes.reshape(-1).view(torch.uint8), _PIECE)
     return any(bool((piece & 0x7F).amax() == 0x7F) for piece in pieces if piece.numel())
 
 
 def _spread(scale: Tensor, layer: Layer, wanted: tuple[int, ...]) -> Tensor:
-    """Repeat scales of parts of a fused matrix, or of matrices in a stack, over their rows."""
+    """Repeat the scale of each part of a fused matrix, or of each matrix of a stack, per row."""
     stack, rows = wanted[:-2], wanted[-2]
     parts = scale.reshape(*stack, -1) if scale.numel() > 1 else scale.reshape(1)
     count = parts.shape[-1]
@@ -102,7 +102,7 @@ def _spread(scale: Tensor, layer: Layer, wanted: tuple[int, ...]) -> Tensor:
 
 
 def _positive(raw: Tensor, halved: bool, where: str) -> Tensor:
-    """Return multipliers in fp32, halved with the bits of e4m3fnuz; refuse what are none."""
+    """Return scales in fp32, halved for e4m3fnuz; refuse those not finite and positive."""
     scale = raw.float()
     if not (scale.isfinite() & (scale > 0)).all():
         raise no_numbers(f"{where} holds NaN, infinite, zero or negative values.")
@@ -110,7 +110,7 @@ def _positive(raw: Tensor, halved: bool, where: str) -> Tensor:
 
 
 def no_numbers(held: str) -> CheckpointError:
-    """Return the error of a file with codes or scales that are none; ``held`` says where."""
+    """Return the error for codes or scales that are no valid numbers; ``held`` says where."""
     wanted = "Scales are finite and positive, codes are numbers."
     return CheckpointError(held, wanted, "The file is damaged: get or make it again.")
 
@@ -127,7 +127,7 @@ def cast_numbers(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def beyond_fp16(names_have: str) -> CheckpointError:
-    """Return the error of numbers that fp16 makes infinite; of whose, the caller says."""
+    """Return the error for numbers that fp16 makes infinite; ``names_have`` begins its text."""
     return CheckpointError(
         f"{names_have} numbers beyond 65504.",
         "float16 would make infinities of them.",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8kit.checkpoint.dialects import JsonObject, Numbers
+from fp8kit.checkpoint.dialects import JsonObject, Numbers, text_part
 from fp8kit.conversion.patterns import matches
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import BLOCK, FLOATS, MX, ROW, TENSOR, GroupShape, Scheme, scale_shape
@@ -22,9 +22,9 @@ class Layer:
     """One FP8 layer of a checkpoint, or one stack of experts, in the words of this package.
 
     ``shape`` is that of its codes once read, ``(N, K)`` or ``(E, N, K)``; ``codes`` their dtype on
-    disk. ``weight``, ``scale`` and ``input_scale`` are our names of its tensors. Scales of
-    ``swizzled`` MX lie in 128x4 tiles, ``transposed`` codes have K before N; ``widths`` are the
-    rows of each part of a fused matrix that has one scale per part.
+    disk. ``weight``, ``scale`` and ``input_scale`` are our names of its tensors. ``swizzled`` MX
+    scales lie in 128x4 tiles, ``transposed`` codes have K before N on disk; ``widths`` are the rows
+    of each part of a fused matrix that has one scale per part.
     """
 
     name: str
@@ -40,13 +40,13 @@ class Layer:
 
     @property
     def tensors(self) -> dict[str, str]:
-        """Our names of its codes and its scales, by what they are."""
+        """Our names of its codes and scales, by kind (``weight``, ``weight_scale``...)."""
         scales = {"weight_scale": self.scale, "input_scale": self.input_scale}
         return {"weight": self.weight, **{kind: name for kind, name in scales.items() if name}}
 
     @property
     def group(self) -> GroupShape:
-        """What the scales obey once read: in a stack, one per matrix becomes one per row."""
+        """Granularity of the scales once read: in a stack, one per matrix becomes one per row."""
         stacked = len(self.shape) == 3 and self.scheme.weight == TENSOR
         return ROW if stacked else self.scheme.weight
 
@@ -56,8 +56,8 @@ def given_widths(
 ) -> tuple[int, ...]:
     """Return the rows of each part of a fused matrix, as a user gave them; empty if nobody did.
 
-    ``widths`` are by patterns of names as in ``fp8kit.plan``. Raises ``CheckpointError`` if they
-    are not the rows of the weight, or not one for each of ``count`` scales.
+    ``widths`` maps patterns of names, as in ``fp8kit.plan``, to rows. Raises ``CheckpointError`` if
+    they do not add up to the rows of the weight, or are not one for each of ``count`` scales.
     """
     for pattern, rows in widths.items():
         if matches(pattern, name):
@@ -76,19 +76,18 @@ def given_widths(
 def part_widths(name: str, shape: Shape, count: int, config: JsonObject) -> tuple[int, ...]:
     """Return the rows of each part of a fused matrix; empty if it is not one of ``count`` parts.
 
-    It ends in ``qkv_proj`` or ``gate_up_proj``; ``config.json`` says how many heads there are.
+    Known names end in ``qkv_proj`` or ``gate_up_proj``; ``config.json`` has the number of heads.
     """
     last, rows = name.rpartition(".")[2], shape[0]
     if len(shape) == 2 and last == "gate_up_proj" and count == 2 and rows % 2 == 0:
         return rows // 2, rows // 2
     if len(shape) == 2 and last == "qkv_proj" and count == 3:
-        text = config.get("text_config", config)
-        text = text if isinstance(text, dict) else config
+        text = text_part(config)
         heads = text.get("num_attention_heads")
         keys = text.get("num_key_value_heads", heads)
         if isinstance(heads, int) and isinstance(keys, int) and heads > 0 and keys > 0:
             size, rest = divmod(rows, heads + 2 * keys)
-            fits = rest == 0 and text.get("head_dim") in (None, size)  # else values have another
+            fits = rest == 0 and text.get("head_dim") in (None, size)  # else v has another size
             return (heads * size, keys * size, keys * size) if fits else ()
     return ()
 
@@ -120,9 +119,9 @@ def accepted_shapes(shape: Shape, group: GroupShape, numbers: Numbers) -> tuple[
 
 
 def granularity(numbers: Numbers, shape: Shape, scale: Kind) -> GroupShape:
-    """Return how fine the scales of a weight are: as announced, else by their dtype and shape.
+    """Return the granularity of a weight's scales: as announced, else by their dtype and shape.
 
-    Where nothing fits it is the likeliest, whose check will then fail.
+    If none fits, it is the likeliest one, and ``scale_problem`` will report it.
     """
     if numbers.weight is not None:
         return numbers.weight
@@ -140,7 +139,7 @@ def scale_problem(
 ) -> str:
     """Return what is wrong with scales of codes of this shape on disk; empty if nothing is.
 
-    Not ``announced`` is a granularity that was guessed from the scales.
+    A granularity that is not ``announced`` was guessed from the scales.
     """
     group = numbers.weight
     assert group is not None

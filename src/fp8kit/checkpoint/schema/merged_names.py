@@ -20,8 +20,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 class Fit:
     """How the tensors of a checkpoint fit a model.
 
-    ``covered`` names tensors of the model that the checkpoint has something for, ``unused`` those
-    of the checkpoint that the model has no place for; ``problems`` are one text each.
+    ``covered`` names tensors of the model that the checkpoint fills, at least in part, ``unused``
+    those of the checkpoint for which the model has no place; ``problems`` are one text each.
     """
 
     covered: set[str] = field(default_factory=set)
@@ -29,7 +29,7 @@ class Fit:
     problems: list[str] = field(default_factory=list)
 
     def compare(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-        """Note a difference of shapes."""
+        """Record a difference of shapes."""
         if found != wanted:
             shapes = f"{list(found)} on disk, {list(wanted)} in the model"
             self.problems.append(f"{name}: {shapes}")
@@ -39,9 +39,9 @@ class Fit:
 class Route:
     """Which rows of which tensors of the model a layer of the checkpoint fills.
 
-    The ``sources`` of a target, this one at ``index``, fill its rows in their order; ``target`` is
-    a layer, or the tensor of a stack, of which ``expert`` is the matrix. A joined source that is
-    divided among the layers ``split`` has no target.
+    ``target`` is a layer of the model, or a stack in which matrix ``expert`` is filled. Its rows
+    come from the layers ``sources`` in this order; this source is the one at ``index``. A joined
+    source that is divided among the layers ``split`` has no target.
     """
 
     target: str
@@ -52,7 +52,7 @@ class Route:
 
     @property
     def whole(self) -> bool:
-        """Whether one source fills the target."""
+        """Whether one source fills the whole target."""
         return len(self.sources) == 1 and self.expert is None
 
     def tensor(self, kind: str) -> str:
@@ -62,7 +62,7 @@ class Route:
         return self.target if kind == "weight" else f"{self.target}_{kind}"
 
     def names(self, expert: int) -> tuple[str, ...]:
-        """Name the sources of one matrix of a stack; of the only matrix if it is none."""
+        """Name the sources of one matrix of a stack, or of the target if it is no stack."""
         if self.expert is None:
             return self.sources
         parts = (source.rpartition(".") for source in self.sources)
@@ -89,8 +89,8 @@ def find(layer: str, kind: str, wanted: Shapes) -> Route | None:
 def fit(found: Shapes, wanted: Shapes, scales: Mapping[str, str] | None = None) -> Fit:
     """Compare the names and shapes of a checkpoint with those of a model.
 
-    ``scales`` maps scales in the checkpoint to the weights they belong to, with which their shapes
-    have been compared already.
+    ``scales`` maps scales in the checkpoint to their weights, with whose shapes theirs have been
+    compared already.
     """
     result = Fit()
     parts: dict[str, dict[str, int]] = defaultdict(dict)

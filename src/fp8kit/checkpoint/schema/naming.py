@@ -19,8 +19,8 @@ from fp8kit.formats import FP8_FORMATS
 CODES = (*FP8_FORMATS, torch.float8_e5m2fnuz)
 _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight", "qscale_weight", "scale")
 _INPUT_SCALES = ("input_scale", "activation_scale", "qscale_act", "scale_input")
-# words that other parameters have as well: they count beside an FP8 weight only
-_COMMON = ("scale",)
+# other parameters have these names too: they mean a scale only beside an FP8 weight
+_AMBIGUOUS = ("scale",)
 # llm-compressor writes zeros in FP8 beside the scales of symmetric attention
 _ZEROS = ("q_zero_point", "k_zero_point", "v_zero_point")
 MARKERS = (comfyui.MARKER, comfyui.ENTRY, *_ZEROS)
@@ -33,8 +33,8 @@ _STACK_SCALES = {
     "_input_scale": "input_scale",
     "_activation_scale": "input_scale",
 }
-# each gives the attention module, and k or v, both if it says neither; or q, where attention itself
-# is quantized
+# each gives the attention module, and k or v (both if empty), or q where attention itself is
+# quantized
 _KV_SCALES = (
     re.compile(r"(?P<module>.*\.)?(?:[qkv]|qkv|qkqkv)_proj\.(?P<kv>[qkv])_scale"),
     re.compile(r"(?P<module>.*\.)?(?P<kv>[qkv])_proj\.output_scale"),
@@ -63,8 +63,8 @@ _BARE_STACKS = ("input_linear", "output_linear")
 class Parts:
     """The tensors of one layer, as names on disk; a sound layer has one of each at most.
 
-    ``weight`` is empty if the codes are missing; those of a ``stack`` are a parameter of their own,
-    as ``experts.gate_up_proj``.
+    ``weight`` is empty if the codes are missing; the codes of a ``stack`` are a parameter of their
+    own, such as ``experts.gate_up_proj``.
     """
 
     weight: str = ""
@@ -77,9 +77,9 @@ class Parts:
 class Names:
     """Every tensor of a checkpoint, sorted by what it is.
 
-    ``kv_scales`` has names on disk by ours, ``X.k_scale``, ``X.v_scale`` or ``X.q_scale``;
-    ``plain`` have nothing to do with FP8, ``stray`` are FP8 and not the weight of a layer.
-    ``outputs`` are scales of what FP8 layers give, which Quark writes and nothing reads.
+    ``kv_scales`` maps our names, ``X.k_scale``, ``X.v_scale`` or ``X.q_scale``, to those on disk;
+    ``plain`` tensors have nothing to do with FP8, ``stray`` ones are FP8 and no weight of a layer.
+    ``outputs`` are scales of the outputs of FP8 layers, which Quark writes and nothing reads.
     """
 
     layers: dict[str, Parts] = field(default_factory=dict)
@@ -106,7 +106,7 @@ def experts_of(name: str) -> str:
 def engine_name(name: str, model_type: str) -> str:
     """Return the name by which engines and Transformers load a tensor or layer.
 
-    It is the same name, but for the experts and routers of Mixtral and its like.
+    Only experts and routers of Mixtral and similar models have another name.
     """
     found = _MIXTRAL.fullmatch(name) if model_type in _MIXTRAL_LIKE else None
     if found is None:
@@ -114,7 +114,7 @@ def engine_name(name: str, model_type: str) -> str:
     rest = found["rest"]
     if found["router"]:
         rest = f"gate.{rest.partition('.')[2]}"
-    elif found["experts"] != "experts.":  # a stack keeps the words that say how it is divided
+    elif found["experts"] != "experts.":  # a stack keeps its name, which says how it is divided
         part = MIXTRAL_PARTS.get(found["part"], found["part"])
         rest = f"{found['experts']}{part}{found['kind']}"
     return f"{found['block']}block_sparse_moe.{rest}"
@@ -168,7 +168,7 @@ def _add_codes(found: Names, name: str, dims: int) -> None:
 
 
 def _add_scale(found: Names, name: str, kinds: Kinds) -> bool:
-    """Note a scale under its layer, which need not have FP8 codes: that is damage, told later."""
+    """Record a scale under its layer, even without FP8 codes, which is reported as damage later."""
     subclass = _TORCHAO.fullmatch(name)
     if subclass and subclass["part"] != "qdata":
         layer = (subclass["layer"] or "").rstrip(".")
@@ -184,12 +184,12 @@ def _add_scale(found: Names, name: str, kinds: Kinds) -> bool:
             (stack.scales if role == "scale" else stack.input_scales).append(name)
             return True
     layer, _, kind = name.rpartition(".")
-    if kind in _COMMON and layer in kinds:
+    if kind in _AMBIGUOUS and layer in kinds:
         layer = layer.removesuffix(".weight")
     is_quantizer = kind == "qscale_act" and layer.endswith("_fake_quantizer")
     if kind in (*_WEIGHT_SCALES, *_INPUT_SCALES) and not is_quantizer:
         exponents = kinds[name][0] == torch.float8_e8m0fnu  # a scale, whatever it belongs to
-        if kind in _COMMON and layer not in found.layers and not exponents:
+        if kind in _AMBIGUOUS and layer not in found.layers and not exponents:
             return False
         parts = found.layers.setdefault(layer, Parts())
         (parts.scales if kind in _WEIGHT_SCALES else parts.input_scales).append(name)
@@ -209,10 +209,9 @@ def _add_cache(found: Names, name: str) -> bool:
 
 
 def cache_strategy(shapes: Iterable[tuple[int, ...]]) -> str:
-    """Return how fine the scales of a KV cache are, in the word of compressed-tensors.
+    """Return the granularity of the scales of a KV cache, in the word of compressed-tensors.
 
-    That is ``"tensor"``, ``"attn_head"`` if one has a number per head, or nothing if there are
-    none.
+    That is ``"attn_head"`` if one has a number per head, else ``"tensor"``; empty without scales.
     """
     found = {"attn_head" if len(shape) == 3 else "tensor" for shape in shapes}
     return min(found, default="")

@@ -25,8 +25,8 @@ from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FLOATS, ROW, TENSOR, Scheme
 
 _READ = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
-# what layers of some exporters compute with beside a weight and its scales
-_MORE = {
+# tensors with which layers of some exporters compute besides a weight and its scales
+_UNSUPPORTED = {
     **dict.fromkeys(  # ModelOpt, msmodelslim
         ("pre_quant_scale", "mul_scale", "div.mul_scale"),
         "multiplies what goes into its layer, before it is quantized",
@@ -42,7 +42,7 @@ _MORE = {
 class Reading:
     """What a checkpoint holds, in the words of this package.
 
-    Without dialect and spec it is in high precision. ``tensors`` has names on disk by ours,
+    Without dialect and spec it is in high precision. ``tensors`` maps our names to those on disk,
     ``layers`` are in the order of names, and ``problems`` are damage, one text each.
     """
 
@@ -55,9 +55,9 @@ class Reading:
 
 
 def interpret(source: Source) -> Reading:
-    """Return what a checkpoint holds, and everything in it that does not fit together.
+    """Return what a checkpoint holds, and a list of all that does not fit together.
 
-    That the checkpoint announces what no dialect here understands is one of the problems.
+    An announcement that no dialect here understands is a problem, too.
     """
     try:
         dialect = detect(source)
@@ -79,7 +79,7 @@ def interpret(source: Source) -> Reading:
         found.problems.append(_stray(name, source.kinds[name][0]))
     unscaled = (n for n in names.plain if n.rpartition(".")[0] not in names.layers)
     found.problems += _integers(unscaled, source.kinds)
-    unset = [n for n, parts in names.layers.items() if _is_unset(n, parts, source, announced)]
+    unset = [n for n, parts in names.layers.items() if _scales_unset(n, parts, source, announced)]
     if unset:
         announced = _ignoring(announced, "Scales beside weights in high precision", unset)
     if names.outputs:
@@ -103,7 +103,7 @@ def _ignoring(announced: Announcement, what: str, names: list[str]) -> Announcem
 
 
 def group_repeated(problems: Iterable[str]) -> list[str]:
-    """Show some of the problems that differ in numbers only, and count the others."""
+    """Keep three of the problems that differ only in numbers, and count the others."""
     kinds: dict[str, list[str]] = {}
     for text in problems:
         kinds.setdefault(re.sub(r"\d+", "#", text), []).append(text)
@@ -124,7 +124,7 @@ def _stray(name: str, dtype: torch.dtype) -> str:
 
 
 def _integers(names: Iterable[str], kinds: Kinds) -> list[str]:
-    """Refuse weights that loaders would take for numbers, as a cast of theirs to floats is easy."""
+    """Report weights of integers, which loaders would cast to floats without an error."""
     held = ((name, *kinds[name]) for name in names if name.endswith("weight"))
     return [_integer(n, d) for n, d, s in held if not d.is_floating_point and len(s) > 1]
 
@@ -149,7 +149,7 @@ def _summarize(found: Reading, announced: Announcement, cache: str) -> None:
 def _announced_scheme(announced: Announcement) -> Scheme:
     try:
         numbers = announced.numbers("")
-    except CheckpointError:  # it describes layer by layer, and there is none
+    except CheckpointError:  # it describes each layer, and there is none
         numbers = Numbers()
     return numbers.scheme(numbers.weight or TENSOR, False)
 
@@ -174,7 +174,7 @@ def _add_layer(
             problems.append(said)
         for on_disk in held[role][:1]:
             found.tensors[ours] = on_disk
-    for kind, does in _MORE.items():
+    for kind, does in _UNSUPPORTED.items():
         # msmodelslim writes what it wraps as X.linear
         names = {named(name, kind), named(name.removesuffix(".linear"), kind)}
         for other in names & source.kinds.keys():
@@ -208,9 +208,9 @@ def _layer(
     dtype, shape = kinds[parts.weight]
     try:
         numbers = announced.numbers(name)
-        if _is_turned(parts.weight, kinds):
+        if _has_k_first(parts.weight, kinds):
             numbers = replace(numbers, transposed=True)
-        if name in source.made:  # a small weight has one scale for each row, block or tensor
+        if name in source.made:  # scales of a small weight fit several granularities
             numbers = replace(numbers, weight=source.made[name])
     except CheckpointError as error:
         found.problems.append(str(error))
@@ -253,10 +253,10 @@ def _layer(
     )
 
 
-def _is_unset(name: str, parts: Parts, source: Source, announced: Announcement) -> bool:
+def _scales_unset(name: str, parts: Parts, source: Source, announced: Announcement) -> bool:
     """Return whether scales belong to a weight that Transformers could not cut into blocks.
 
-    It leaves a weight with ragged sides as it is, and saves memory that nobody set as its scales.
+    It leaves a weight with ragged sides dense, and saves uninitialized memory as its scales.
     """
     dtype, shape = source.kinds.get(named(name, "weight"), (None, ()))
     if parts.weight or source.method != "fp8" or dtype not in FLOATS or len(shape) != 2:
@@ -265,10 +265,10 @@ def _is_unset(name: str, parts: Parts, source: Source, announced: Announcement) 
     return group.rows > 1 and (shape[0] % group.rows != 0 or shape[1] % group.cols != 0)
 
 
-def _is_turned(name: str, kinds: Kinds) -> bool:
+def _has_k_first(name: str, kinds: Kinds) -> bool:
     """Return whether a stack of experts has K before N, as Llama 4 and GPT-OSS multiply.
 
-    Exporters that keep the model's own stacks do not say so; the shapes of both stacks do:
+    Exporters that keep the model's own stacks do not announce it; the shapes of both stacks tell:
     ``[E, H, 2 I]`` and ``[E, I, H]``, where others have ``[E, 2 I, H]`` and ``[E, H, I]``.
     """
     pair = [kinds.get(name.replace(*w)) for w in (("down_", "gate_up_"), ("gate_up_", "down_"))]

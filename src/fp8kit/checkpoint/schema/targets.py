@@ -21,16 +21,16 @@ from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, Scheme
 
 TARGETS: tuple[str, ...] = ("vllm", "sglang", "transformers")
 ENGINES = ("vllm", "sglang")
-# granularity of the weight -> the dialect of each target; everything else is compressed-tensors,
-# whose blocks and MX Transformers does not load into experts, and SGLang has no MX in it at all
+# granularity of the weight -> the dialect of each target; any other is compressed-tensors, from
+# which Transformers loads no blocks or MX into experts, and SGLang no MX at all
 _DIALECTS: dict[GroupShape, dict[str, Dialect]] = {
     BLOCK: dict.fromkeys(TARGETS, FP8),
     MX: {"vllm": COMPRESSED_TENSORS, "sglang": MXFP8, "transformers": MXFP8},
 }
 # models of SGLang whose loader takes weight_scale_inv for weight_scale, and leaves blocks unscaled;
-# some are inside others, whose configs are theirs (LLaVA, Phi-4-multimodal) or hold them
+# some are parts of models whose config is the part's (LLaVA, Phi-4-multimodal) or contains it
 _RENAMED = "llama llama4_text mistral ministral3 phi3 internlm3 llava llava_llama phi4mm".split()
-# what engines load in compressed-tensors: weight and activations of linear layers, and of experts
+# (weight, activations) that engines load in compressed-tensors: for linear layers, or experts too
 _LOADED = {
     (TENSOR, TENSOR): "experts",
     (ROW, ROW): "experts",
@@ -47,8 +47,8 @@ _EMBEDDING = re.compile(
     r"(.*\.)?(embed(_tokens|_positions)?|((word|token|tok|position|token_type)_)?embeddings?|wte|wpe)"
 )
 _STATE_SPACE = re.compile(r"(^|\.)(mixer|mamba\w*)$")
-# a layer that a state-space mixer has beside others -> which of them vLLM has no FP8 for: in
-# MambaMixer (Mamba, FalconMamba, Jamba) they get no quant_config, Plamo2 reorders in_proj by heads;
+# a layer that marks a kind of state-space mixer -> its layers for which vLLM has no FP8: those of
+# MambaMixer (Mamba, FalconMamba, Jamba) get no quant_config, Plamo2 reorders in_proj by heads;
 # MambaMixer2 (Mamba2, Bamba, NemotronH, Falcon-H1, Granite) loads FP8
 _DENSE_MIXERS = {"x_proj": ("in_proj", "x_proj", "dt_proj", "out_proj"), "bcdt_proj": ("in_proj",)}
 # query, key and value one after the other (Bailing, ChatGLM, GLM-4V); elsewhere head by head
@@ -67,9 +67,9 @@ _LLAMA4 = ("llama4", "llama4_text")
 
 
 def loads_stacks_alone(model_type: str, dialect: Dialect) -> bool:
-    """Return whether Transformers takes experts from stacks with K first, never one by one.
+    """Return whether Transformers loads a model's experts only as stacks with K first.
 
-    In compressed-tensors it takes those of Llama 4 one by one.
+    Those of Llama 4 it loads one by one if the dialect is compressed-tensors.
     """
     return model_type in ("gpt_oss", *_LLAMA4) and not _parts_stacks(model_type, dialect)
 
@@ -123,9 +123,9 @@ def _renames_scales(target: str, config: Mapping[str, Any]) -> bool:
 
 
 def main_scheme(counts: Mapping[Scheme, int]) -> Scheme:
-    """Return the scheme to announce for linear layers in general; ``counts`` has their layers.
+    """Return the scheme to announce for linear layers in general; ``counts`` has layers by scheme.
 
-    Blocks come first: SGLang reads their size there alone.
+    Blocks come first, because SGLang reads the block size only there.
     """
     return max(counts, key=lambda scheme: (scheme.weight == BLOCK, counts[scheme]))
 
@@ -160,10 +160,10 @@ def check_layers(
     others: Mapping[str, Scheme] | None = None,
     config: Mapping[str, Any] = NO_CONFIG,
 ) -> None:
-    """Refuse layers ``(N, K)`` that the target could not load; ``others`` have other schemes.
+    """Refuse ``quantized`` layers ``(N, K)`` of a scheme that the target could not load.
 
-    Raises ``CheckpointError`` for sides that cannot be cut into blocks, a quantized output head,
-    and layers that serving engines merge and that are not all of one kind.
+    ``others`` have other schemes. Raises ``CheckpointError`` for sides that blocks do not divide, a
+    quantized output head, and layers that engines merge and that do not all have one scheme.
     """
     dense = list(dense)
     names = {*quantized, *dense, *(others or ())}
@@ -241,7 +241,7 @@ def misfit(
 ) -> str:
     """Return why the target cannot load a layer of this name and shape; empty if it can.
 
-    ``names``, of all linear layers, tell one kind of mixer from another.
+    ``names`` of all linear layers tell one kind of Mamba mixer from another.
     """
     rows, cols = shape
     parent, _, last = name.rpartition(".")

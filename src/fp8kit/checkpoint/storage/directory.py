@@ -60,9 +60,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def resolved(source: str | Path) -> Path:
-    """Return the real place of a source; a lone file keeps its name.
+    """Return the path of a source without symbolic links; a lone file keeps its name.
 
-    Hub caches link names to blobs, which have no names that say what they are.
+    In a hub cache, a file is a link to a blob whose name does not say what it is.
     """
     path = as_path(source, "a checkpoint")
     if path.is_file():
@@ -71,12 +71,12 @@ def resolved(source: str | Path) -> Path:
 
 
 def staging_folder(destination: Path, mark: str) -> Path:
-    """Name where a checkpoint is made before it takes its place; ``mark`` is 8 hex digits."""
+    """Name the folder for a checkpoint until it is complete; ``mark`` is 8 hex digits."""
     return destination.parent / f".{destination.name}.{mark}.tmp"
 
 
 def check_destination(destination: Path, source: Path | None, overwrite: bool) -> None:
-    """Refuse a destination that is in the way, before any work is done.
+    """Refuse a destination that cannot be made or replaced, before any work is done.
 
     Raises ``CheckpointError`` if the destination is or lies inside a file, is or holds the source
     or a file that the source links to, lies inside the source, or is not empty and not replaceable.
@@ -129,7 +129,7 @@ def side_pointers(source: Path | None) -> list[str]:
     """Describe the files beside the weights that are git-LFS pointers."""
     found = []
     for name, file in _side_files(source).items():
-        with suppress(OSError), file.open("rb") as opened:  # whoever copies it tells of that
+        with suppress(OSError), file.open("rb") as opened:  # copying it will report that
             found.append(pointer(name, opened.read(64)))
     return [str(error) for error in found if error is not None]
 
@@ -142,7 +142,7 @@ def _side_files(source: Path | None) -> dict[str, Path]:
 
 
 def _places(source: Path) -> list[Path]:
-    """Tell where a source and its files really are."""
+    """Return a source, and the real paths of it and its files."""
     files = [p for p in source.iterdir() if p.is_file()] if source.is_dir() else []
     return [source, *(Path(os.path.realpath(p)) for p in (source, *files))]
 
@@ -160,7 +160,7 @@ def check_space(folder: Path, wanted: int) -> None:
 
 def size(count: int) -> str:
     """Write a number of bytes for people: ``4.97 GB``."""
-    from tqdm import tqdm  # a tenth of what importing this package takes
+    from tqdm import tqdm  # imported here: it takes a tenth of this package's import
 
     text = tqdm.format_sizeof(count)
     return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{count} bytes"
@@ -196,9 +196,9 @@ def complete(
 ) -> list[str]:
     """Add everything that is not a shard, read the result back, and make it durable.
 
-    The tokenizer and the like of a ``source`` directory are copied, unless ``texts`` are given; a
-    lone file says nothing about what lies beside it. Gives the names of all files. Raises
-    ``CheckpointError`` if the result does not read back.
+    The tokenizer and the like of a ``source`` directory are copied, except files that are in
+    ``texts``; a lone source file says nothing about the files beside it. Returns the names of all
+    files. Raises ``CheckpointError`` if the result does not read back.
     """
     if len(shards) > 1:
         stem = shards[0].file.partition("-")[0]
@@ -241,8 +241,8 @@ def write_json(file: Path, content: JsonObject) -> None:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Show the bytes of a tensor, writable; of a contiguous one on the CPU, its own memory."""
-    # a conjugate or negative of torch may be a mark on the bytes of another tensor
+    """Return a writable view of a tensor's bytes; on the CPU, if contiguous, of its own memory."""
+    # torch may hold a conjugate or negative as a flag on the bytes of another tensor
     flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().view(-1)
     if not flat.numel():
         return memoryview(b"")
@@ -252,10 +252,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def install(folder: Path, destination: Path) -> None:
-    """Let a finished folder take the place of the destination, in one step where possible.
+    """Replace the destination by a finished folder, in one step where possible.
 
-    Both are on one file system; old files are deleted at last, here or by another process, which
-    takes them for those of one that was killed.
+    Both are on one file system. Old files are deleted last, here or by a later process, to which
+    they look like those of a killed process.
     """
     if not destination.exists() or not any(destination.iterdir()):
         folder.rename(destination)
@@ -274,7 +274,7 @@ def install(folder: Path, destination: Path) -> None:
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Swap two directories in one step where the system can; say whether it did."""
+    """Swap two directories in one step where the system can; return whether it did."""
     try:
         swap = ctypes.CDLL(None).renameat2
     except (AttributeError, OSError, TypeError):

@@ -28,12 +28,12 @@ _EXPONENTS = ("weight_scale", "weight_scale_inv", "scale")
 
 
 def unpacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return MXFP4 weights as the FP8 tensors that reading makes of them.
+    """Return tensors with MXFP4 weights replaced by the FP8 tensors that reading makes of them.
 
     GPT-OSS stacks experts as ``X_blocks [E, N, K / 32, 16]`` beside ``X_scales``; its model holds
     them as ``X [E, K, N]``, which is what they become. compressed-tensors packs a matrix as
     ``X.weight_packed [N, K / 2]`` beside ``X.weight_scale``, Quark and ModelOpt as ``X.weight``;
-    DeepSeek V4 has that as int8 beside ``X.scale``, or ``X.weight_scale_inv`` by Transformers'
+    DeepSeek V4 has this as int8 beside ``X.scale``, or ``X.weight_scale_inv`` by Transformers'
     name. Raises ``CheckpointError`` for stacks of FP4 matrices in another layout, and for scales
     in tiles.
     """
@@ -60,7 +60,7 @@ def unpacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 
 def unpack(data: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return FP8 codes for bytes of two FP4 codes each, flat, K last.
+    """Return FP8 codes for flat bytes of two FP4 codes each, K last.
 
     ``shape`` is ``(N, K)``, or ``(E, K, N)`` for a stack, which is transposed.
     """
@@ -95,7 +95,7 @@ def _bytes_of(scales: TensorInfo, shape: tuple[int, ...]) -> bool:
 
 
 def _refuse_tiles(codes: TensorInfo, scales: TensorInfo | None) -> None:
-    """Refuse exponents as LightX2V writes them; all others write those of U8 codes as U8."""
+    """Refuse E8M0 exponents beside U8 codes: only LightX2V writes them, in tiles; others use U8."""
     if codes.dtype == torch.uint8 and scales and scales.dtype == torch.float8_e8m0fnu:
         raise CheckpointError(
             f"{codes.shard}: {scales.name} is torch.float8_e8m0fnu beside codes that are uint8.",

@@ -1,6 +1,6 @@
 """Files of a checkpoint as untrusted input: JSON, safetensors headers, and the bytes of tensors.
 
-The checks follow the safetensors format and are stricter for elements below a byte alone. They run
+The checks follow the safetensors format, and are stricter only for elements below a byte. They run
 before the library's own, so that an error names the file and the field. Symbolic links are
 followed, because hub caches consist of them; the target must be a regular file.
 """
@@ -50,7 +50,7 @@ DTYPES: dict[str, torch.dtype] = {
 _BELOW_A_BYTE = ("F4", "F6_E2M3", "F6_E3M2")  # of the format, and of no size in whole bytes
 _HEADER_LIMIT = 100_000_000  # that of the safetensors library
 _JSON_LIMIT = 2**28
-# a value costs its parser some 60 bytes and a file as few as two: this bounds the memory
+# a parsed value takes some 60 bytes, and as few as two in the file: this bounds the memory
 _VALUE_LIMIT = 2**23
 _DEPTH_LIMIT = 64
 _DIMENSION_LIMIT = 64  # that of torch
@@ -62,9 +62,9 @@ _ENTRY = {"dtype", "shape", "data_offsets"}
 class TensorInfo:
     """Where a tensor is and what it is, without its data.
 
-    ``offset`` is the position of its data in the shard. ``packed`` are FP4 codes, two to a byte;
-    ``dtype`` and ``shape`` are then what reading makes of them. ``stamp`` is that of the file when
-    its header was read; one without is not compared.
+    ``offset`` is the position of its data in the shard. ``packed`` data are FP4 codes, two to a
+    byte; ``dtype`` and ``shape`` are then those after reading. ``stamp`` holds size and time of the
+    file when its header was read; an empty one is not compared.
     """
 
     name: str
@@ -83,15 +83,15 @@ class TensorInfo:
 
 
 def damaged(file: str, what: str) -> str:
-    """Word the refusal of a file: which one, what is wrong with it, what to do."""
+    """Return the error text for a damaged file: its name, what is wrong, what to do."""
     return teach(f"{file} is damaged.", f"What is wrong: {what}.", "Get or make it again.")
 
 
 @contextmanager
-def _telling(file: str, folder: Path | None = None, what: str = "") -> Iterator[None]:
-    """Tell files that are damaged from those that this process may not open.
+def _as_checkpoint_errors(file: str, folder: Path | None = None, what: str = "") -> Iterator[None]:
+    """Raise ``CheckpointError`` for a file that is damaged, missing or may not be opened.
 
-    The index names those in a ``folder``, which may be missing; ``what`` begins the reason.
+    A file in a ``folder`` may be missing, because an index names it; ``what`` begins the reason.
     """
     try:
         yield
@@ -115,13 +115,13 @@ def _telling(file: str, folder: Path | None = None, what: str = "") -> Iterator[
 
 
 def shown(name: object) -> str:
-    """Show what a file calls something: short, and without control characters."""
+    """Return a name from a file for an error text: short, and without control characters."""
     text = name if isinstance(name, str) and name.isprintable() else repr(name)
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
 
 
 def printable(text: str) -> str:
-    """Escape what would move the cursor or change colours where a text is printed."""
+    """Escape control characters, which would move the cursor or change colours when printed."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
@@ -131,7 +131,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises ``CheckpointError`` if it is no regular file or no JSON object, is too large or nested
     too deep, or names a key twice.
     """
-    with _telling(path.name):
+    with _as_checkpoint_errors(path.name):
         with _reading(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > _JSON_LIMIT:
@@ -146,11 +146,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_header(path: Path, shard: str) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Read what one safetensors file holds, by the names it uses, and the texts in its header.
+    """Read the tensors of one safetensors file, by their names there, and the texts in its header.
 
     Raises ``CheckpointError`` if the file is missing, truncated, or not safetensors.
     """
-    with _telling(shard, path):
+    with _as_checkpoint_errors(shard, path):
         with _reading(path / shard) as file:
             size, stamp = (status := os.fstat(file.fileno())).st_size, _stamp(status)
             if size < 8:
@@ -174,11 +174,11 @@ def read_header(path: Path, shard: str) -> tuple[dict[str, TensorInfo], dict[str
 def read_tensor(path: Path, info: TensorInfo) -> Tensor:
     """Read the data of one tensor: on the CPU, with its own memory, dtype and shape as on disk.
 
-    Raises ``CheckpointError`` if the file is not as it was opened, or cannot be read.
+    Raises ``CheckpointError`` if the file has changed since its header was read, or is unreadable.
     """
     if info.nbytes == 0:
         return torch.empty(info.shape, dtype=info.dtype)
-    with _telling(info.shard, what=f"{shown(info.name)} cannot be read: "):
+    with _as_checkpoint_errors(info.shard, what=f"{shown(info.name)} cannot be read: "):
         with _reading(path / info.shard) as file:
             _check_stamp(info.shard, info.stamp, os.fstat(file.fileno()))
             data = _exactly(file, info.offset, info.nbytes)
@@ -192,7 +192,7 @@ def check_unchanged(path: Path, tensors: Iterable[TensorInfo]) -> None:
     taken for one.
     """
     for shard, stamp in {info.shard: info.stamp for info in tensors}.items():
-        with _telling(shard, path):
+        with _as_checkpoint_errors(shard, path):
             _check_stamp(shard, stamp, os.stat(path / shard))
 
 
@@ -265,7 +265,7 @@ def _check_depth(found: Any) -> None:
 
 
 def _check_text(found: Any) -> None:
-    """Refuse half of a surrogate pair, which JSON can escape and nothing can print."""
+    """Refuse one half of a surrogate pair, which JSON can escape and nothing can print."""
     try:
         json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -328,7 +328,7 @@ def _is_sizes(numbers: object) -> bool:
 
 
 def _count(shape: list[int]) -> int:
-    """Count elements; -1 if torch cannot, which for empty tensors depends on their other sides."""
+    """Count elements; -1 if too large for torch, which counts the other sides of empty tensors."""
     product = 1
     for n in shape:
         product *= max(n, 1)

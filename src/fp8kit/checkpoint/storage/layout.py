@@ -37,7 +37,7 @@ class Shard:
     size: int
 
     def begin(self, path: Path) -> None:
-        """Make the file with its header, and room for its tensors."""
+        """Create the file with its header, and room for its tensors."""
         with path.open("wb") as file:
             file.write(self.header)
             file.truncate(self.size)
@@ -51,9 +51,9 @@ def plan_shards(
 ) -> list[Shard]:
     """Divide tensors into files; those of one module, such as weight and scale, stay together.
 
-    A file ends before it exceeds ``max_shard_bytes``; one alone is ``<stem>.safetensors``. Each has
-    the texts of ``metadata`` in its header. Raises ``ValueError`` if the size is no positive
-    number, ``CheckpointError`` for what no file can hold.
+    A file ends before it exceeds ``max_shard_bytes``; a single one is ``<stem>.safetensors``. Each
+    has the texts of ``metadata`` in its header. Raises ``ValueError`` if the size is no positive
+    number, ``CheckpointError`` for a tensor that no file can hold.
     """
     for name, (dtype, _) in layout.items():
         if dtype not in _NAMES or not name.isprintable():
@@ -97,7 +97,7 @@ def index_of(shards: Sequence[Shard], layout: Layout) -> JsonObject:
 
 
 def natural(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Give a key that sorts names with numbers in them by the numbers: ``a.2`` before ``a.10``."""
+    """Return a sort key that orders numbers in names by value: ``a.2`` before ``a.10``."""
     parts = re.split(r"(\d+)", name)
     return tuple((0, int(p)) if i % 2 else (1, p) for i, p in enumerate(parts))
 

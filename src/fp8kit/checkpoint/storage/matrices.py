@@ -1,4 +1,4 @@
-"""Where the rows of weight matrices are in files, also for several stacked in one tensor."""
+"""Locate the rows of weight matrices in files, also of experts stacked in one tensor."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _INTERLEAVED = ("gpt_oss",)
 class Matrix:
     """A matrix ``[rows, cols]``, or ``[N, K]``, in a file.
 
-    ``offset`` is the place of its first element in bytes, ``pitch`` counts elements from one stored
-    row to the next. If ``transposed``, the file holds ``[cols, pitch]``, of which it is some
-    columns.
+    ``offset`` is the byte position of its first element, ``pitch`` the number of elements from one
+    stored row to the next. If ``transposed``, it is a range of columns of the stored ``[cols,
+    pitch]``.
     """
 
     shard: str
@@ -124,8 +124,8 @@ def stacked_experts(
 
     ``experts.gate_up_proj`` is ``[E, 2I, H]``, gates first, and ``experts.down_proj`` ``[E, H,
     I]``; or, as the shapes of both tell, ``[E, H, 2I]`` and ``[E, I, H]``. Engines take experts one
-    by one, as ``experts.<e>.gate_proj``, ``up_proj`` and ``down_proj``. Gives the matrices of each
-    module of experts by layer name; and the stacks that cannot be taken apart, with the reason.
+    by one, as ``experts.<e>.gate_proj``, ``up_proj`` and ``down_proj``. Returns, by module of
+    experts, their matrices by layer name; and the reason for each whose stacks cannot be split.
     """
     stacks: dict[str, dict[str, TensorInfo]] = {}
     for name, info in tensors.items():
@@ -151,10 +151,10 @@ def stacked_experts(
 
 
 def single_experts(tensors: Mapping[str, TensorInfo], model_type: str) -> dict[str, TensorInfo]:
-    """Return tensors with stacks of experts in high precision as one matrix per projection.
+    """Return tensors with dense stacks of experts replaced by one matrix per projection.
 
-    Many classes of engines know no other names. Stacks with K first stay whole: so files of the
-    models hold them whose own names these are.
+    Many model classes of engines know no other names. Stacks with K first stay whole, as models
+    with such stacks have them in their own files.
     """
     dense = {n: info for n, info in tensors.items() if info.dtype in FLOATS}
     found = {
@@ -168,7 +168,7 @@ def single_experts(tensors: Mapping[str, TensorInfo], model_type: str) -> dict[s
 
 
 def stack_of(name: str) -> str | None:
-    """Give the module of experts that a stacked tensor belongs to; ``None`` for any other name."""
+    """Return the module of experts that a stacked tensor belongs to; ``None`` for other names."""
     match = _STACK.match(name)
     return match["experts"] if match else None
 

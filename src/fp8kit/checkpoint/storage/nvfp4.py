@@ -9,7 +9,7 @@ reciprocal. ComfyUI has ModelOpt's names, the other half of a byte first, and sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,7 +56,7 @@ class ConvertedPart(TensorInfo):
 def as_fp8(
     tensors: Mapping[str, TensorInfo], scheme: Scheme | None, tiled: bool = False
 ) -> dict[str, TensorInfo]:
-    """Return NVFP4 weights as the FP8 tensors that reading makes of them.
+    """Return tensors with NVFP4 weights replaced by the FP8 tensors that reading makes of them.
 
     They become ``scheme``, by default ``FP8_DYNAMIC``; ``tiled`` files were packed as ComfyUI does
     it. Raises ``CheckpointError`` if they cannot become that.
@@ -86,11 +86,28 @@ def as_fp8(
     return found
 
 
+def check_order(parts: Sequence[ConvertedPart], metadata: Mapping[str, str]) -> None:
+    """Refuse what ModelOpt prepared for one file, where scales lie row by row or in tiles.
+
+    ``parts`` are those of all files, ``metadata`` the texts in their headers. Tiles pad scales: one
+    matrix whose scales would be padded and are not shows that none lies in tiles.
+    """
+    shapes = [part.groups.shape for part in parts if not (part.tiled or part.divides)]
+    either = all(rows % 128 == 0 and cols % 4 == 0 for rows, cols in shapes)
+    if shapes and either and "quantization_config" in metadata:
+        raise CheckpointError(
+            f"{parts[0].shard} is NVFP4, with quantization_config in its header.",
+            "ModelOpt writes that where it pads, merges or swizzles; its scales lie row by row or "
+            "in tiles, which the file does not say.",
+            "Export it as a folder, without swizzling and padding.",
+        )
+
+
 @torch.no_grad()
 def convert(part: ConvertedPart, read: Callable[[TensorInfo], Tensor]) -> tuple[QTensor, float]:
     """Return an NVFP4 weight in FP8, and the relative error (of norms) that this adds.
 
-    Raises ``CheckpointError`` if scales are no finite, or no positive numbers.
+    Raises ``CheckpointError`` unless scales are finite and >= 0, and the factor finite and > 0.
     """
     shape = (part.codes.shape[0], 2 * part.codes.shape[1])
     packed, groups, factor = (read(info) for info in (part.codes, part.groups, part.factor))
@@ -111,8 +128,8 @@ def convert(part: ConvertedPart, read: Callable[[TensorInfo], Tensor]) -> tuple[
     return q, (change / norm).item() if norm > 0 else 0.0
 
 
-def told(errors: Mapping[str, float], scheme: Scheme) -> list[str]:
-    """Say what converting NVFP4 layers has cost."""
+def conversion_notes(errors: Mapping[str, float], scheme: Scheme) -> list[str]:
+    """Return a sentence about the error of converting NVFP4 layers, if there is any."""
     if not any(errors.values()):
         return []
     worst, mean = max(errors, key=lambda n: errors[n]), sum(errors.values()) / len(errors)

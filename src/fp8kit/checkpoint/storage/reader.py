@@ -36,7 +36,7 @@ from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FLOATS, QTensor, Scheme
 
 STEMS = ("model", "diffusion_pytorch_model", "consolidated")
-# what says how a checkpoint is quantized, beside config.json
+# files besides config.json that tell how a checkpoint is quantized
 DOCUMENTS = ("hf_quant_config.json", "params.json", "quanto_qmap.json")
 _PROBLEMS_SHOWN, _TEXT_LIMIT = 20, 2**16
 _WORDS = {str(d).removeprefix("torch."): d for d in FLOATS}
@@ -84,7 +84,7 @@ class Checkpoint:
 
     @property
     def announced_alone(self) -> str:
-        """The text of an error if a quantization is announced and no weight has it; else empty."""
+        """Error text for a config that announces a quantization that no weight has; else empty."""
         if self.spec is None or self.layers or self.problems:
             return ""
         if self.kv_scales:
@@ -132,7 +132,7 @@ class Checkpoint:
         Scales are fp32, in the shape of ``scale_shape``. Raises ``CheckpointError`` for one that is
         not finite and positive, and if the file has changed.
         """
-        return self._ours(name, self._raw(name))
+        return self._decode(name, self._raw(name))
 
     def _raw(self, name: str) -> Tensor:
         info = self.tensors[name]
@@ -146,7 +146,7 @@ class Checkpoint:
         return fp4.unpack(read_tensor(self.path, flat), info.shape)
 
     def _from_nvfp4(self, part: nvfp4.ConvertedPart) -> Tensor:
-        """Convert a weight when its codes or its scales are read, and keep the last one."""
+        """Convert a weight when its codes or its scales are read; only the last one is kept."""
         q = self._converted.get(part.layer)
         if q is None:
             q, error = nvfp4.convert(part, lambda info: read_tensor(self.path, info))
@@ -172,7 +172,7 @@ class Checkpoint:
 
     @property
     def nameless(self) -> str:
-        """What to know about a checkpoint whose config names no model; empty if it does."""
+        """A note for a checkpoint whose config names no model; empty if it names one."""
         named = any(self.config.get(key) for key in ("model_type", "architectures", "_class_name"))
         if named or (self.path / "params.json").is_file():
             return ""
@@ -182,7 +182,7 @@ class Checkpoint:
             "one, build the model yourself: fp8kit.load(dir, model=...)."
         )
 
-    def _ours(self, name: str, tensor: Tensor) -> Tensor:
+    def _decode(self, name: str, tensor: Tensor) -> Tensor:
         layer, info = self._owners.get(name), self.tensors[name]
         where = f"{info.shard}: {info.name}"
         if name in self.kv_scales:
@@ -207,7 +207,7 @@ def open_checkpoint(
     ``widths`` are the rows of the parts of fused layers with one scale for each part, by patterns
     of their names, where neither names nor config tell. NVFP4 weights become ``scheme`` as they are
     read, by default ``FP8_DYNAMIC``. Raises ``CheckpointError`` if there are no safetensors, the
-    dialect is unknown, or widths do not fit; and for damage, every one of which is named.
+    dialect is unknown, widths do not fit, or anything is damaged; it lists up to 20 problems.
     """
     checkpoint = scan(path, widths, scheme)
     for pattern in widths or ():
@@ -229,7 +229,7 @@ def scan(
     """Open a checkpoint as ``open_checkpoint`` does, but collect damage in ``problems``.
 
     Raises ``CheckpointError`` only if there is nothing to look at, the config cannot be read, or a
-    file changes meanwhile.
+    file changes during the scan.
     """
     check_source(path)
     path, index = Path(path), None
@@ -247,7 +247,8 @@ def scan(
     tiled = describes_layers(tensors, metadata)
     tensors = sliced(fp4.unpacked(nvfp4.as_fp8(rebased.as_mx(tensors), scheme, tiled)))
     kinds = {n: (info.dtype, info.shape) for n, info in tensors.items()}
-    parts = (info for info in tensors.values() if isinstance(info, nvfp4.ConvertedPart))
+    parts = [info for info in tensors.values() if isinstance(info, nvfp4.ConvertedPart)]
+    nvfp4.check_order(parts, metadata)
     made = {part.layer: part.scheme.weight for part in parts}
     read = interpret(Source(config, kinds, documents, metadata, widths or {}, made))
     return Checkpoint(
@@ -267,7 +268,7 @@ def scan(
 def _headers(
     path: Path, shards: list[str], index: dict[str, str] | None
 ) -> tuple[dict[str, TensorInfo], dict[str, str], list[str]]:
-    """Return what all files hold, the texts in them, and what is wrong with them."""
+    """Return the tensors of all files, the texts in their headers, and what is wrong with them."""
     problems: list[str] = []
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, str] = {}
@@ -290,14 +291,14 @@ def _headers(
 
 
 def _text(path: Path, info: TensorInfo) -> str:
-    """Read a text that is a tensor of bytes; a tensor that can be none is an empty text."""
+    """Read a text that is stored as a tensor of bytes; empty if the tensor cannot be a text."""
     if info.dtype != torch.uint8 or info.nbytes > _TEXT_LIMIT:
         return ""
     return bytes(read_tensor(path, info).flatten().tolist()).decode(errors="replace")
 
 
 def _placed(problem: str, tensors: Mapping[str, TensorInfo]) -> str:
-    """Begin a problem with the file of the tensor that it names, or of one beside it."""
+    """Prefix a problem with the file of the tensor that it names, or of a weight beside it."""
     problem = printable(problem)
     words = [word.rstrip(".,;:") for word in problem.split()]
     words += [f"{word.rpartition('.')[0]}.weight" for word in words]
@@ -335,10 +336,11 @@ def _files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
 
 
 def _is_all_of_its_folder(file: Path) -> bool:
-    """Return whether a folder with a config is read from this file alone."""
+    """Return whether a file holds all weights of its folder, and that has a config."""
+    told = any(lexists(file.parent / name) for name in ("config.json", *DOCUMENTS))
     try:
-        return lexists(file.parent / "config.json") and _files(file.parent)[1] == [file.name]
-    except CheckpointError:  # of other files there
+        return told and _files(file.parent)[1] == [file.name]
+    except CheckpointError:  # other files there are not as they should be
         return False
 
 

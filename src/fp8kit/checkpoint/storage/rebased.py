@@ -19,7 +19,7 @@ from fp8kit.quantizers.rebase import restore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredCodes(TensorInfo):
-    """Codes that a rebased weight has once it is MX again.
+    """Codes of a rebased weight that reading turns into MX codes again.
 
     ``scales`` are those of the codes on disk, powers of two per ``group``; ``exponents`` are E8M0
     bytes of the MX groups.
@@ -31,7 +31,7 @@ class RestoredCodes(TensorInfo):
 
 
 def as_mx(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return rebased weights as the MX weights that reading makes of them."""
+    """Return tensors with rebased weights replaced by the MX weights that reading makes of them."""
     found = dict(tensors)
     for name, exponents in tensors.items():
         layer = name.removesuffix(".weight_exponents")

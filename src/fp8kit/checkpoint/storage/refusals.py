@@ -49,9 +49,9 @@ _A_CHECKPOINT = "A checkpoint is a directory with safetensors files, or one such
 
 
 def check_source(path: str | Path) -> None:
-    """Refuse what is neither a directory that may be read nor a safetensors file.
+    """Raise ``CheckpointError`` unless a path is a readable directory or a safetensors file.
 
-    The path is as the caller wrote it; hub ids are known by that.
+    ``path`` is as the caller wrote it, because only so is a hub id recognized.
     """
     place = as_path(path, "a checkpoint")
     check_name(place)
@@ -75,7 +75,7 @@ def check_source(path: str | Path) -> None:
 def check_name(path: Path) -> None:
     """Refuse a path that the safetensors library cannot open, or that leads nowhere.
 
-    It is not UTF-8, too long, or goes through a link that leads to itself.
+    Such a path is not UTF-8, is too long, or goes through a link that leads to itself.
     """
     try:
         os.path.realpath(path).encode()
@@ -132,7 +132,7 @@ def no_weights(folder: Path) -> CheckpointError:
 
 
 def pointer(file: str, start: bytes) -> CheckpointError | None:
-    """Tell a pointer that git-LFS leaves in the place of a file it did not download."""
+    """Return the error for a pointer that git-LFS left in the place of a file, else ``None``."""
     if not start.startswith(b"version https://git-lfs"):
         return None
     return CheckpointError(
@@ -179,7 +179,7 @@ def _of_another_form(name: str, what: str) -> CheckpointError | None:
 
 
 def _split(folder: Path) -> CheckpointError | None:
-    """Tell files of which each process wrote its own rows, under the names of all tensors."""
+    """Return the error for files in which each process wrote its own rows of all tensors."""
     names = (_OF_PROCESS.fullmatch(p.name) for p in folder.glob("shard-*"))
     processes = {m[1] for m in names if m is not None}
     if len(processes) < 2:
@@ -211,10 +211,10 @@ def _few(names: Sequence[str]) -> str:
 
 
 def unwritable(error: OSError, place: Path) -> CheckpointError | None:
-    """Return the error that a place may not be written, if an error of the system means that."""
-    ours = _made_for(place, error.filename)
+    """Return the error for a place that may not be written, if an ``OSError`` means that."""
+    ours = _belongs_to(place, error.filename)
     refusing = (errno.EACCES, errno.EPERM, errno.EROFS)
-    # /proc says of a folder that it will not make that it is not there
+    # /proc reports a folder that it refuses to make as absent (ENOENT)
     if error.errno not in (*refusing, errno.ENOENT) or (error.errno == errno.ENOENT and not ours):
         return None
     return CheckpointError(
@@ -224,8 +224,8 @@ def unwritable(error: OSError, place: Path) -> CheckpointError | None:
     )
 
 
-def _made_for(place: Path, name: object) -> bool:
-    """Say whether a file is a place, above or in it, or in what is made beside it."""
+def _belongs_to(place: Path, name: object) -> bool:
+    """Return whether a file is a place, above or in it, or in a working folder beside it."""
     if not isinstance(name, str):
         return True
     path = Path(name)

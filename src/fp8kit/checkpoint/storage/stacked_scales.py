@@ -17,15 +17,15 @@ from fp8kit.conversion.model_families import STACKED
 _SCALE = re.compile(
     r"(?P<holder>.+)\.(?P<stack>gate_up_proj|up_proj|down_proj)_(?P<kind>scale(_inv)?|activation_scale)"
 )
-# of a layer by itself, where that of a stack has no word for the weight
+# kinds of scales of a stack that do not say "weight" -> those of a single layer
 _KINDS = {"scale": "weight_scale", "scale_inv": "weight_scale_inv"}
 
 
 def sliced(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Give each expert its slice of a stack of scales as a tensor of its own.
+    """Return tensors with stacks of scales cut into slices, where codes come expert by expert.
 
-    That is so where the codes it belongs to are there one by one; a slice has the name that the
-    scale of one layer has, lies inside of its stack, and is read alone.
+    A slice has the name of a single layer's scale; its data is a part of the stack's, and is read
+    alone.
     """
     found = dict(tensors)
     for name, info in tensors.items():
@@ -42,7 +42,7 @@ def sliced(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 def _slices(
     holder: str, stack: str, kind: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
-    """Cut a stack of scales; nothing if it does not belong to these experts or cannot be cut."""
+    """Cut a stack of scales; empty if it does not belong to single experts or cannot be cut."""
     options = STACKED.get(stack, ((stack,),))
     parts = next((o for o in options if _are_codes(holder, 0, o, tensors)), ())
     experts = info.shape[0] if info.shape else 0

@@ -40,12 +40,12 @@ def write_checkpoint(
 ) -> list[str]:
     """Write a checkpoint directory in one step.
 
-    Parents of the destination are made; one that is a checkpoint is replaced with ``overwrite``,
-    and its old files go last. ``tensors`` has each name of the layout once, in any order, on any
-    device. The tokenizer and the like of a ``source`` directory are copied, unless ``texts`` are
-    given. Gives the names of the files. Raises ``CheckpointError`` if the destination is in the
-    way, is the source, or lacks space, a file to copy is a git-LFS pointer, or the result does not
-    read back; nothing is left behind then.
+    Parents of the destination are made. With ``overwrite`` a checkpoint there is replaced, and its
+    old files are deleted last. ``tensors`` has each name of the layout once, in any order, on any
+    device. The tokenizer and the like of a ``source`` directory are copied, except files that
+    ``texts`` has. Returns the names of the files. Raises ``CheckpointError``, and leaves nothing
+    behind, if the destination may not be replaced, is the source, or lacks space, a file to copy is
+    a git-LFS pointer, or the result does not read back.
     """
     destination = Path(os.path.realpath(as_path(destination, "the destination")))
     origin = None if source is None else directory.resolved(source)
@@ -59,7 +59,7 @@ def write_checkpoint(
             shard.begin(folder / shard.file)
         _fill(folder, shards, layout, tensors)
         names = directory.complete(folder, shards, layout, config, source=origin, texts=texts)
-        # another process may have written it in the meantime
+        # another process may have written the destination in the meantime
         check_destination(destination, origin, overwrite)
         directory.install(folder, destination)
     return names
@@ -108,7 +108,7 @@ def _staging(destination: Path) -> Iterator[Path]:
             folder.mkdir()
             stack.enter_context(held(folder, wait=True))
             if folder.is_dir():
-                break  # else another process took it for abandoned before it was held
+                break  # else another process removed it as abandoned before the lock was held
         try:
             yield folder
         except BaseException:
@@ -120,7 +120,7 @@ def _staging(destination: Path) -> Iterator[Path]:
 
 
 def _remove_abandoned(destination: Path) -> None:
-    """Remove the folders beside a destination that processes left which are no more."""
+    """Remove the folders beside a destination whose processes are gone."""
     mine = re.compile(re.escape(f".{destination.name}.") + r"[0-9a-f]{8}\.tmp")
     for entry in os.scandir(destination.parent):
         if mine.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):

@@ -36,18 +36,18 @@ def write_shards(
     progress: Callable[[int], object],
     devices: Sequence[torch.device],
 ) -> None:
-    """Write some files of a plan; slices of all of them are shared among the workers.
+    """Write the files ``indices`` of a plan; all workers take slices from one queue.
 
-    Files that have their names are whole. There is one worker thread for each entry of ``devices``;
+    A file under its final name is complete. Each entry of ``devices`` stands for a worker thread;
     a device may appear repeatedly. ``progress`` is called with the bytes of the source that were
     done since the last call. Raises ``ConversionError`` if a weight holds NaN or infinities, and
-    ``CheckpointError`` if the disk is full, or the source changed. Whole files stay.
+    ``CheckpointError`` if the disk is full, or the source changed. Complete files stay.
     """
     queue = _Queue(work, indices, folder, progress)
     threads = torch.get_num_threads()
     try:
-        # waiting for the futures, not for the threads: until Python 3.13 a thread counts as ended
-        # once its join was interrupted, and one that runs at the end of the process aborts it
+        # wait for the futures, not for the threads: until Python 3.13 a thread counts as ended once
+        # its join was interrupted, and a thread that still runs at exit aborts the process
         with ThreadPoolExecutor(len(devices)) as pool:
             try:
                 wait([pool.submit(_serve, queue, source, device) for device in devices])
@@ -61,7 +61,7 @@ def write_shards(
 
 
 def is_whole(folder: Path, shard: Shard) -> bool:
-    """Return whether a file of a plan was written; one of another plan or size is none."""
+    """Return whether a planned file is complete: of its size, and with its header."""
     file = folder / shard.file
     if file.is_symlink() or not file.is_file() or file.stat().st_size != shard.size:
         return False
@@ -69,12 +69,12 @@ def is_whole(folder: Path, shard: Shard) -> bool:
         return f.read(len(shard.header)) == shard.header
 
 
-class _Part:
-    """A file that is being written: under another name, until nothing is missing."""
+class _PartialFile:
+    """A file that is being written, under a temporary name until no slice is missing."""
 
     def __init__(self, folder: Path, shard: Shard, slices: int) -> None:
         self.shard, self.missing, self.target = shard, slices, folder / shard.file
-        # a worker that was given up for lost must not write into the file of its successor
+        # a random name: a worker believed to be lost must not write into its successor's file
         self.path = folder / f".{shard.file}.{uuid.uuid4().hex[:8]}{PART}"
         shard.begin(self.path)
 
@@ -85,7 +85,7 @@ class _Part:
 
 
 class _Queue:
-    """Hands out slices in order, and finishes each file with its last one."""
+    """Hands out slices in order, and gives each file its final name after its last slice."""
 
     def __init__(
         self, work: Work, indices: Sequence[int], folder: Path, progress: Callable[[int], object]
@@ -94,24 +94,24 @@ class _Queue:
         self.error: BaseException | None = None
         self._folder, self._progress = folder, progress
         self._lock = threading.Lock()
-        self._parts: set[_Part] = set()
+        self._parts: set[_PartialFile] = set()
         self._pending = self._all(indices)
 
-    def _all(self, indices: Sequence[int]) -> Iterator[tuple[_Part, Slice]]:
+    def _all(self, indices: Sequence[int]) -> Iterator[tuple[_PartialFile, Slice]]:
         for index in indices:
             slices = list(self.work.slices(index))
-            part = _Part(self._folder, self.work.shards[index], len(slices))
+            part = _PartialFile(self._folder, self.work.shards[index], len(slices))
             self._parts.add(part)
             if not slices:
                 part.finish()
             for piece in slices:
                 yield part, piece
 
-    def next(self) -> tuple[_Part, Slice] | None:
+    def next(self) -> tuple[_PartialFile, Slice] | None:
         with self._lock:
             return None if self.error is not None else next(self._pending, None)
 
-    def done(self, part: _Part, piece: Slice) -> None:
+    def done(self, part: _PartialFile, piece: Slice) -> None:
         with self._lock:
             part.missing -= 1
             last = part.missing == 0
@@ -130,7 +130,7 @@ class _Queue:
 
 
 def _serve(queue: _Queue, source: Path, device: torch.device) -> None:
-    """Do slices until there are none; one per thread and device."""
+    """Process slices of the queue until there are none: the body of a worker thread."""
     torch.set_num_threads(1)  # slices are the unit of parallelism
     reader, writer = MatrixFile(source), _Writer()
     try:
@@ -153,19 +153,19 @@ def _serve(queue: _Queue, source: Path, device: torch.device) -> None:
 
 
 class _Writer:
-    """Writes tensors to their places in the file at hand."""
+    """Writes tensors to their places in the current file."""
 
     def __init__(self) -> None:
-        self._part: _Part | None = None
+        self._part: _PartialFile | None = None
         self._file: IO[bytes] | None = None
 
-    def switch(self, part: _Part) -> None:
+    def switch(self, part: _PartialFile) -> None:
         if part is not self._part:
             self.close()
             self._part, self._file = part, part.path.open("r+b", buffering=0)
 
     def write(self, name: str, first: int, tensor: Tensor) -> None:
-        """Write elements of the tensor ``name`` from number ``first`` on."""
+        """Write elements of the tensor ``name``, starting at its element ``first``."""
         assert self._part is not None
         assert self._file is not None
         view, done = bytes_of(tensor), 0
@@ -199,12 +199,12 @@ def _quantize(
 def _quantize_whole(
     work: Work, item: Item, reader: MatrixFile, writer: _Writer, device: torch.device
 ) -> None:
-    """Quantize a weight with one scale: once through for the maximum, once more for the codes."""
+    """Quantize a weight with one scale in two passes: one for the maximum, one for the codes."""
     matrix, scheme = item.matrix, work.scheme
     slices = list(matrix.slices())
-    # numbers, not tensors: small tensors that stay would split the memory of the slices that go
+    # floats, not tensors: small tensors that stay would fragment the memory that slices free
     peaks = [float(reader.rows(matrix, *ends).to(device).abs().amax()) for ends in slices]
-    # the scale of a tensor is that of its largest element
+    # the scale depends on the largest element alone
     scale = quantized(torch.tensor(peaks).amax().reshape(1, 1), scheme, item.name).scale
     for first, last in slices:
         rows = reader.rows(matrix, first, last).to(device)

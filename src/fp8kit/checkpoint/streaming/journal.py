@@ -27,7 +27,7 @@ _VERSION = 1
 
 
 class UnfinishedConversion:
-    """An unfinished conversion on disk; ``destination`` is the directory that is being made."""
+    """An unfinished conversion on disk; ``destination`` is the directory that it will become."""
 
     def __init__(self, destination: Path) -> None:
         self.destination = destination
@@ -39,10 +39,10 @@ class UnfinishedConversion:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes away; a lock ends with its process, however that ends.
+        """Keep other processes away by a lock, which ends with its process, however that ends.
 
-        Raises ``CheckpointError`` if another process is at work here, or somebody put symbolic
-        links here, which would lead what is written elsewhere.
+        Raises ``CheckpointError`` if another process holds the lock, or if there are symbolic links
+        here, which would redirect what is written.
         """
         self._refuse_link(self.home)
         with ExitStack() as stack:
@@ -63,7 +63,7 @@ class UnfinishedConversion:
             try:
                 yield
             finally:
-                if self._lock_is_mine and not self._journal.exists():  # nothing was begun
+                if self._lock_is_mine and not self._journal.exists():  # the run never began
                     self.forget()
 
     @staticmethod
@@ -76,10 +76,10 @@ class UnfinishedConversion:
             )
 
     def begin(self, run: JsonObject) -> None:
-        """Start, or continue what was interrupted.
+        """Start a run, or continue it if it was interrupted.
 
-        ``run`` says what this run is, as plain data. Raises ``CheckpointError`` if another one was
-        interrupted here; every difference is named.
+        ``run`` describes this run as plain data. Raises ``CheckpointError`` if a different one was
+        interrupted here, and names every difference.
         """
         run = _described(run)
         if self._journal.exists():
@@ -98,31 +98,31 @@ class UnfinishedConversion:
                 entry.unlink()
 
     def install(self) -> None:
-        """Let the finished checkpoint appear, and forget the run."""
-        # after the rename the folder's own number tells on which side of it the run ended
+        """Move the finished checkpoint to its destination, and forget the run."""
+        # the rename keeps the inode number, by which ``installed`` knows that it happened
         journal = self._read()
         self._write({**journal, "installing": self.folder.stat().st_ino})
         directory.install(self.folder, self.destination)
         self.forget()
 
     def installed(self) -> bool:
-        """Return whether a run came to its end, and only its traces are left."""
+        """Return whether a run installed its result and ended before it could clean up."""
         if not self._journal.exists() or not self.destination.is_dir():
             return False
         return self._read().get("installing") == self.destination.stat().st_ino
 
     def is_of(self, run: JsonObject) -> bool:
-        """Return whether the run whose traces are here is this one."""
+        """Return whether the journal here is that of this run."""
         before = self._read().get("run")
         return bool(before == _described(run))
 
     def clear(self) -> None:
-        """Remove what a run left, so that another one may begin; its lock stays."""
+        """Remove the files of a run, so that another one may begin; the lock stays."""
         self._remove("journal.new", "journal.json")
 
     def forget(self) -> None:
-        """Remove everything that is left, the journal last: until then the end can be told."""
-        self._lock_is_mine = False  # from here on another process may make one
+        """Remove all files, the journal last: until then ``installed`` recognizes the run."""
+        self._lock_is_mine = False  # from here on another process may make a lock
         self._remove("lock", "journal.new", "journal.json")
         self.sweep()
 
@@ -133,7 +133,7 @@ class UnfinishedConversion:
                 (self.home / name).unlink()
 
     def sweep(self) -> None:
-        """Remove the folder of a run that ended while it cleaned up."""
+        """Remove the folder if it is empty, as after a run that ended while it cleaned up."""
         with suppress(OSError):  # it is not there, or not empty
             self.home.rmdir()
 
@@ -141,7 +141,7 @@ class UnfinishedConversion:
         different = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
         if different:
             words = [_difference(key, before.get(key), now.get(key)) for key in different]
-            # the plan follows from the others, and says nothing to a reader
+            # the plan follows from the other entries, and its hash tells a reader nothing
             words = [w for w in words if w] or ["other versions of the libraries choose otherwise"]
             raise CheckpointError(
                 f"A run that was interrupted left {self.home}, and it was another one "
@@ -173,7 +173,7 @@ def _described(run: JsonObject) -> JsonObject:
 
 
 def _difference(key: str, before: object, now: object) -> str:
-    """Say how a run differs from another one; nothing of what only a machine compares."""
+    """Say how an entry differs between two runs; empty for the plan, which is a hash."""
     if key == "plan":
         return ""
     if key == "source":
@@ -195,9 +195,9 @@ def _shown(value: object) -> str:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Describe the files of a source, so that a change of any of them shows.
+    """Return a hash over the config and the files of a source, to recognize a change.
 
-    Sizes, times and headers are compared, not the data, which would have to be read for it.
+    It covers sizes, times and headers, but not the data, which would have to be read for it.
     """
     found = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
     for shard in checkpoint.shards:

@@ -1,7 +1,7 @@
-"""Decoders whose tensors are known without importing their code, which takes seconds.
+"""Decoder models whose tensors are known without importing their code, which takes seconds.
 
 A checkpoint is known only if it has exactly the tensors that its config implies, in their shapes;
-for any other, Transformers builds the model on meta.
+for any other, Transformers builds the model on the meta device.
 ``tests/checkpoint/streaming/test_known_decoders.py`` compares both.
 """
 
@@ -15,7 +15,7 @@ from fp8kit.checkpoint.streaming.layer_selection import Facts, KnownLayer
 from fp8kit.conversion.patterns import roles_by_name
 from fp8kit.conversion.report import TIED, tied_to
 
-# class -> the norms of q and k, and whether q, k and v have biases where the config does not say
+# class -> whether q and k have norms; whether q, k and v have biases that the config omits
 _KINDS = {
     "LlamaForCausalLM": (False, False),
     "MistralForCausalLM": (False, False),
@@ -26,12 +26,12 @@ _SIZES = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
     "vocab_size".split()
 )
-# what changes the tensors of a model, or who reads them
+# entries that change the tensors of a model, or the code that reads them
 _OTHERWISE = ("quantization_config", "attention_bias", "mlp_bias", "auto_map")
 
 
 def facts_of_decoder(checkpoint: Checkpoint) -> Facts | None:
-    """Tell what the tensors of a known decoder are, as Transformers would; else ``None``."""
+    """Return what Transformers would tell about a known decoder; ``None`` for any other model."""
     config = checkpoint.config
     named = config.get("architectures")
     if not isinstance(named, list) or len(named) != 1 or named[0] not in _KINDS:
@@ -64,7 +64,7 @@ def facts_of_decoder(checkpoint: Checkpoint) -> Facts | None:
 
 
 def _tensors(config: JsonObject, norms: bool, biases: bool) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor that a config calls for."""
+    """Return the shape of each tensor that a config implies."""
     hidden, inner, count, heads, keys, words = (int(config[key]) for key in _SIZES)
     head = config.get("head_dim") or hidden // heads
     wide, narrow = heads * head, keys * head

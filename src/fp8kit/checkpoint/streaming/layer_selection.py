@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass, field, replace
 
-from fp8kit.checkpoint.dialects import JsonObject
+from fp8kit.checkpoint.dialects import JsonObject, text_part
 from fp8kit.checkpoint.exporting import AS_CONV1D
 from fp8kit.checkpoint.schema import targets
 from fp8kit.checkpoint.schema.naming import dense_stacks, experts_of
@@ -27,17 +27,17 @@ _EMBEDDING = re.compile(
     r"(\w*embed|\w*embedding|\w*embeddings|embed_tokens|\w*_emb|emb|wte|wpe|shared|"
     r"relative_attention_bias)$"
 )
-# GPT-2 keeps these as [K, N] in a module of its own
+# GPT-2 and similar models hold these as [K, N] in Conv1D of Transformers
 _CONV1D = ("c_attn", "c_proj", "c_fc", "q_attn")
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 
 
 @dataclass(frozen=True, slots=True)
 class KnownLayer:
-    """What is known about a linear layer whose weight is on disk.
+    """What is known about a linear layer; ``names`` are those by which patterns may match it.
 
-    ``obstacle`` is empty if it can become FP8, ``role`` unless the defaults keep such layers;
-    ``shape`` is that of its weight, where that is not on disk.
+    ``obstacle`` is empty if it can become FP8, ``role`` unless the default exclusions keep its role
+    dense; ``shape`` is that of its weight, for layers without a weight on disk.
     """
 
     names: tuple[str, ...]
@@ -48,11 +48,11 @@ class KnownLayer:
 
 @dataclass(slots=True)
 class Facts:
-    """What the tensors of a checkpoint are, by their names on disk; ``source`` says who knows it.
+    """What the tensors of a checkpoint are, by their names on disk, as told by ``source``.
 
-    ``others`` says what two-dimensional weights of any other use are; ``absent`` are linear layers
-    of the model without a weight on disk, ``repeated`` tensors that are another's second name.
-    ``modules`` has the names of modules where the model calls a layer otherwise.
+    ``others`` has a reason for each other two-dimensional weight that stays dense; ``absent`` are
+    linear layers of the model without a weight on disk, ``repeated`` second names of a tensor.
+    ``modules`` has the name of a layer in the model, where it differs from that on disk.
     """
 
     source: str
@@ -69,8 +69,8 @@ class Selection:
     """What happens to every tensor of a checkpoint.
 
     The report has one record per layer, ``matrices`` the layers that become FP8, by the name they
-    will have, ``copies`` the names of tensors that go over as they are; ``ignore`` names what
-    engines must not take for FP8.
+    will have, ``copies`` the names of tensors that are not quantized; ``ignore`` names the layers
+    that engines must not take for FP8.
     """
 
     report: Report
@@ -82,8 +82,7 @@ class Selection:
 def facts_by_name(checkpoint: Checkpoint) -> Facts:
     """Tell linear layers from embeddings by names and shapes, where no model class is known."""
     facts = Facts("names and shapes")
-    text = checkpoint.config.get("text_config")
-    config = {**checkpoint.config, **(text if isinstance(text, dict) else {})}
+    config = {**checkpoint.config, **text_part(checkpoint.config)}
     tied = config.get("tie_word_embeddings") is True
     conv1d = checkpoint.config.get("model_type") in _CONV1D_MODELS
     for name, info in checkpoint.tensors.items():
@@ -106,7 +105,7 @@ def facts_by_name(checkpoint: Checkpoint) -> Facts:
 
 
 def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selection:
-    """Decide about every tensor.
+    """Decide for every tensor whether it becomes FP8.
 
     Raises ``ConversionError`` if a pattern matches nothing, or ``strict`` finds a layer that cannot
     become FP8, and ``CheckpointError`` if the target could not load the result.
@@ -153,7 +152,7 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
         excluded = patterns.exclusion([name], recipe.include, recipe.exclude, absent.role)
         reason = "; ".join(filter(None, (excluded, absent.obstacle))) or "not on disk"
         choice.report.records.append(Record(name, "Linear", absent.shape, "skip", reason))
-    # vLLM runs models that it has no class for by their modules, without renaming what is listed
+    # vLLM runs a model that it has no class for with Transformers' modules, under their names
     modules = (facts.modules[n] for n in choice.ignore if n in facts.modules)
     homes = dense_stacks({n: kept[n].shape for n in choice.copies}, choice.matrices)
     choice.ignore = sorted({*choice.ignore, *modules, *facts.absent, *homes})
@@ -167,7 +166,7 @@ def _experts(checkpoint: Checkpoint) -> dict[str, KnownLayer]:
 
 
 def _expert(name: str) -> KnownLayer:
-    """Describe a matrix of one expert, which patterns may also name by the module of all."""
+    """Describe a matrix of one expert; patterns may also name the module of all experts."""
     return KnownLayer((name, experts_of(name)))
 
 
@@ -184,9 +183,9 @@ def _merged(kept: dict[str, TensorInfo], layers: dict[str, KnownLayer], recipe: 
 def _reason(
     name: str, layer: KnownLayer, matrix: Matrix, recipe: Recipe, merged: bool = False
 ) -> tuple[str, bool]:
-    """Return why a layer stays as it is, empty if it becomes FP8; and whether nobody asked for it.
+    """Return why a layer stays dense, empty if it becomes FP8; and whether to warn of that.
 
-    A layer that is ``merged`` runs as one matrix with another that becomes FP8.
+    Exclusions need no warning. A ``merged`` layer may be small: engines join it with an FP8 one.
     """
     names = list(dict.fromkeys((name, *layer.names)))
     if excluded := patterns.exclusion(names, recipe.include, recipe.exclude, layer.role):

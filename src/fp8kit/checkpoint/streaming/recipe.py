@@ -21,11 +21,11 @@ class Recipe:
     Args:
         scheme: a preset name or a ``Scheme``, none that needs calibration.
         target: who will load the result, one of ``TARGETS``.
-        include: patterns, as in ``fp8kit.plan``; they see experts one by one.
+        include: patterns, as in ``fp8kit.plan``; they are matched with single experts.
         exclude: patterns, as in ``fp8kit.plan``.
         strict: raise if a considered layer cannot be quantized.
-        dtype: what floating-point tensors that are not quantized are cast to: bf16, fp16 or fp32;
-            ``None`` leaves every tensor as it is. Weights are quantized from what is on disk.
+        dtype: dtype of floating-point tensors that are not quantized: bf16, fp16 or fp32; ``None``
+            leaves every tensor as it is. Weights are quantized from the values on disk.
         max_shard_bytes: start a new file before this size is exceeded.
 
     Raises:
@@ -65,7 +65,7 @@ class Recipe:
 
     @property
     def resolved(self) -> Scheme:
-        """The scheme that a file has, whatever it was given as; all forms of MXFP8 are one."""
+        """The scheme of the files, as a ``Scheme``; every form of MXFP8 is stored as MXFP8."""
         return Scheme.of(self.scheme).stored
 
     def to_dict(self) -> JsonObject:

@@ -26,7 +26,7 @@ from fp8kit.modules.entries import quantize_weight
 from fp8kit.quantizers.reference import expand_scale
 
 _WORST = 10
-# first row, one past the last, the source's rows, the result's
+# (first row, one past the last row, rows of the source, rows of the result)
 Pairs = Iterator[tuple[int, int, Tensor, Tensor]]
 
 
@@ -35,8 +35,8 @@ class Comparison:
     """One tensor of the result against its source.
 
     Args:
-        name: in our names.
-        kind: ``"fp8"`` for codes, ``"copy"`` for what stayed in high precision.
+        name: of the tensor, in this package's naming.
+        kind: ``"fp8"`` for codes, ``"copy"`` for a tensor that stayed in high precision.
         sqnr_db: signal to quantization noise in decibels; infinite if nothing differs.
         relative: norm of the error over norm of the source.
         largest: the largest error of an element.
@@ -55,12 +55,12 @@ class Comparison:
 
 @dataclass(slots=True)
 class Verification:
-    """How well a quantized checkpoint stands for its source.
+    """How closely a quantized checkpoint matches its source.
 
     Args:
         compared: one entry per tensor of the result; scales belong to their weights.
         missing: tensors of the source that the result lacks.
-        extra: tensors of the result that the source knows nothing of.
+        extra: tensors of the result without a counterpart in the source.
     """
 
     compared: list[Comparison] = field(default_factory=list)
@@ -128,11 +128,11 @@ def verify(
     workers: int = 1,
     progress: Callable[[int], object] = lambda _: None,
 ) -> Verification:
-    """Recompute every tensor of a quantized checkpoint from its source.
+    """Compare every tensor of a quantized checkpoint with its source.
 
     A weight is wrong if an element is farther from the source than rounding to FP8, or to the FP4
-    that the file holds, explains: half a unit in the last place, or half a subnormal step. That the
-    codes are those that this package would write is told, but not demanded. ``progress`` is called
+    that the file holds, explains: half a unit in the last place, or half a subnormal step. Whether
+    the codes are those that this package would write is only reported. ``progress`` is called
     with the bytes of the source that were compared. Raises ``CheckpointError`` if the source is
     FP8, or the result is not.
     """
@@ -155,7 +155,7 @@ def verify(
 
 
 class _Comparison:
-    """Compares single tensors, each from files that it opens for itself."""
+    """Compares single tensors, each from newly opened files, because threads share no file."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class _Comparison:
                 yield first, last, ours.rows(matrix, first, last), theirs.rows(stored, first, last)
 
     def _same_tensor(self, layer: Layer, matrix: Matrix, stored: Matrix, scale: Tensor) -> bool:
-        """Requantize with the one scale that the whole weight has."""
+        """Return whether quantizing with one scale for the whole weight gives the same result."""
         peaks = [float(d.abs().amax()) for _, _, d, _ in self._pairs(matrix, stored, 1)]
         whole = quantize_weight(torch.tensor(peaks).amax().reshape(1, 1), layer.scheme)
         if not torch.equal(whole.scale, scale):
@@ -277,20 +277,20 @@ def _sources(source: Checkpoint, result: Checkpoint, found: Verification) -> dic
 
 
 def _bound(dense: Tensor, q: QTensor, halves: bool) -> Tensor:
-    """Give the largest error that rounding to nearest makes, to FP4 if codes are ``halves``."""
+    """Return the largest error of rounding to nearest, to FP4 if codes are ``halves`` of a byte."""
     facts = torch.finfo(q.data.dtype)
     eps, normal = (0.5, 1.0) if halves else (facts.eps, facts.smallest_normal)
-    # MX by the floor rule cuts off what exceeds the largest code: an eighth at most, of FP4 a
-    # quarter, as much as rounding
+    # MX by the floor rule clamps values above the largest code: by an eighth at most, and in FP4 by
+    # a quarter, which is no more than rounding
     relative = eps if q.group == MX and not halves else eps / 2
     step = expand_scale(q.scale, tuple(q.shape), q.group) * (normal * eps / 2)
     size = dense.float().abs()
-    # and what a quotient loses that the writer rounded to bf16, as llm-compressor does
+    # llm-compressor rounds quotients to bf16 before it rounds them to FP8
     return torch.maximum(size * relative, step) + size * 2.0**-8
 
 
 def _nvfp4_bound(dense: Tensor, q: QTensor) -> Tensor:
-    """Add the error of FP4 by 16 columns, whose scales were rounded too, to that of FP8."""
+    """Return the largest error of FP4 by 16 columns, with rounded scales, plus that of FP8."""
     group = GroupShape(1, nvfp4.COLUMNS)
     peaks = dense.float().abs().view(len(dense), -1, group.cols).amax(-1) / 6
     return 1.25 * (_bound(dense, q, False) + _bound(dense, QTensor(q.data, peaks, group), True))

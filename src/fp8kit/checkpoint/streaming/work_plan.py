@@ -55,8 +55,8 @@ class Slice:
 class Work:
     """A whole conversion: what is written where, and from what.
 
-    ``layout`` has every tensor of the result, ``items`` what has to be done, by the name on disk of
-    the main tensor.
+    ``layout`` has every tensor of the result, ``items`` the weights to quantize and the tensors to
+    copy, by the name on disk of codes or copy.
     """
 
     scheme: Scheme
@@ -66,12 +66,12 @@ class Work:
     config: JsonObject = field(default_factory=dict)
 
     def items_of(self, index: int) -> list[Item]:
-        """List what has to be done for one shard, in the order of the source."""
+        """List the items of one shard, in the order of the source."""
         found = [self.items[n] for n in self.shards[index].starts if n in self.items]
         return sorted(found, key=lambda i: (i.matrix.shard, i.matrix.offset))
 
     def source_bytes(self, index: int) -> int:
-        """Count the bytes that are read for one shard, once."""
+        """Return the source bytes of one shard; those that are read twice count once."""
         return sum(i.matrix.nbytes for i in self.items_of(index))
 
     def slices(self, index: int) -> Iterator[Slice]:
@@ -89,7 +89,7 @@ class Work:
                 yield Slice(item, first, last)
 
     def digest(self) -> str:
-        """Return a number for the whole plan: equal plans write equal files."""
+        """Return a hash of the whole plan: equal plans write equal files."""
         found = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for shard in self.shards:
             found.update(shard.file.encode())
@@ -129,7 +129,7 @@ def plan_work(checkpoint: Checkpoint, recipe: Recipe, choice: Selection) -> Work
     heads = dict.fromkeys(output_heads(choice.matrices), scheme)
     quantization = dialect.render(Spec(scheme, tuple(choice.ignore), others=heads))
     config = with_quantization(checkpoint.config, quantization, high)
-    # told now, and not when the finished files are read back
+    # raised now, and not when the finished files are read back
     for problem in interpret(Source(config, layout)).problems:
         raise _left_over(checkpoint, f"The result could not be read: {problem}")
     stem = next((s for s in STEMS if checkpoint.shards[0].startswith(s)), STEMS[0])

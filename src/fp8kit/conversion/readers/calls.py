@@ -1,4 +1,4 @@
-"""What calls in a model's source may return, and which weights they read."""
+"""The calls in a model's source: what they may return, and which weights they read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fp8kit.conversion.readers.values import (
     united,
 )
 
-DEPTH = 10  # of calls that are followed
+DEPTH = 10  # nested calls that are followed
 _MOST_PARAMETERS = 8
 _UNREAD = frozenset("isinstance hasattr callable id len print repr str".split())
 _ITERATES = frozenset(
@@ -52,11 +52,11 @@ _GROWS = frozenset("append add extend insert update setdefault appendleft".split
 
 
 class Calls(Expressions):
-    """Calls: of what the model holds, of helpers, of what Python has built in."""
+    """Evaluation of calls: of the model's modules and methods, of helpers, and of built-ins."""
 
     def _value_Call(self, node: ast.Call) -> Values:
         starred = (i for i, a in enumerate(node.args) if isinstance(a, ast.Starred))
-        placed = next(starred, len(node.args))  # how many arguments have a known place
+        placed = next(starred, len(node.args))  # how many arguments have a known position
         args = [self.value(a) for a in node.args[:placed]]
         kwargs = {k.arg or "**": self.value(k.value) for k in node.keywords}
         if node.args[placed:]:
@@ -76,7 +76,7 @@ class Calls(Expressions):
         return self.opaque(args, kwargs) if not callees else self.call(callees, args, kwargs)
 
     def builtin(self, name: str, args: list[Values], key: Values = ()) -> tuple[bool, Values]:
-        """Call what Python has built in; whether it is known, and what it gives."""
+        """Call a built-in function; return whether it is known, and its result."""
         if name == "type" and len(args) == 1:
             return True, tuple(type(v) for v in args[0] if isinstance(v, nn.Module))
         if name == "getattr" and len(args) > 1:
@@ -103,14 +103,14 @@ class Calls(Expressions):
             values = united(*[elements(a) for a in args])
             self.callback(key, [values])
             if name in ("max", "min", "sum"):
-                self.reader.escape(values, self.scope.where)
+                self.reader.mark_read(values, self.scope.where)
             return True, (Items(values),) if values else ()
         return False, ()
 
     def member(
         self, function: ast.Attribute, owners: Values, args: list[Values]
     ) -> tuple[bool, Values]:
-        """Call what modules and containers have; whether it is known, and what it gives."""
+        """Call a method of modules or containers; return whether it is known, and its result."""
         name, modules = function.attr, [o for o in owners if isinstance(o, nn.Module)]
         inner = function.value
         if name == "get" and isinstance(inner, ast.Attribute) and inner.attr == "__dict__" and args:
@@ -128,7 +128,7 @@ class Calls(Expressions):
         if modules and name == "get_parameter" and constant(args[0] if args else ())[0]:
             return True, functools.reduce(self.attribute, args[0][0].split("."), owners)
         if modules and name in TENSORS:
-            # apart from the forward pass, holders are asked for them to count or to train them
+            # outside forward, parameters() of other modules is called to count or train them
             wanted = [m for m in modules if self.reader.running or isinstance(m, nn.Linear)]
             return True, tuple(map(parameters_of, wanted))
         held = [o for o in owners if isinstance(o, (Items, list, tuple, dict, *CONTAINERS))]
@@ -137,7 +137,7 @@ class Calls(Expressions):
             added = (Items(united(elements(owners), *args, *[elements(a) for a in args])),)
             scope, name = self.scope, function.value.id
             while scope.outer is not None and name not in scope.names:
-                scope = scope.outer  # the list may be of a function around
+                scope = scope.outer  # the list may belong to an enclosing function
             scope.names[name] = united(scope.names.get(name, ()), added if elements(added) else ())
             return True, ()
         if held and len(held) == len(owners) and name in _TAKES:
@@ -145,7 +145,7 @@ class Calls(Expressions):
         return False, ()
 
     def call(self, callees: Values, args: list[Values], kwargs: dict[str, Values]) -> Values:
-        """Call all candidates of what is called; those of one function together."""
+        """Call all candidates of a callee; candidates with one function are called together."""
         owners: dict[Any, list[Any]] = defaultdict(list)
         results: list[Values] = []
         for callee in callees:
@@ -172,7 +172,7 @@ class Calls(Expressions):
             elif not isinstance(callee, nn.Module):
                 owners[function] += owner
             elif any(map(_reaches, leaves(united(*args, *kwargs.values())))):
-                owners[function] += owner  # what it reads of its own is for its own root to find
+                owners[function] += owner  # without layers in arguments, its own walk suffices
         for function, bound in owners.items():
             if function is None:
                 results.append(self.opaque(args, kwargs))
@@ -182,9 +182,9 @@ class Calls(Expressions):
         return united(*results)
 
     def opaque(self, args: list[Values], kwargs: dict[str, Values]) -> Values:
-        """Pass arguments to code that is not followed: it reads weights, and calls functions."""
+        """Pass arguments to code that is not followed: it may read weights and call functions."""
         given = united(*args, *kwargs.values())
-        self.reader.escape(given, self.scope.where)
+        self.reader.mark_read(given, self.scope.where)
         functions = [v for v in leaves(given) if isinstance(v, Local | Method)]
         modules = [v for v in leaves(given) if isinstance(v, nn.Module)]
         others = united(modules, *[v.children() for v in modules if isinstance(v, CONTAINERS)])
@@ -198,14 +198,14 @@ class Calls(Expressions):
     def callback(
         self, functions: Values, args: list[Values], kwargs: dict[str, Values] | None = None
     ) -> Values:
-        """Call what was passed as a function."""
+        """Call functions that were passed to other code, which may read their results."""
         results = self.call(functions, args, kwargs or {})
-        self.reader.escape(results, self.scope.where)
+        self.reader.mark_read(results, self.scope.where)
         return results
 
 
 def _bound(callee: Any) -> tuple[Any, list[Any]]:
-    """Return the function of a candidate, and what its first argument is."""
+    """Return the Python function of a candidate, if any, and the first argument bound to it."""
     if isinstance(callee, Method):
         return callee.function, [callee.owner]
     if isinstance(callee, types.MethodType):
@@ -224,7 +224,7 @@ def _ahead(value: Any) -> Any:
 
 
 def _reaches(value: Any) -> bool:
-    """Return whether layers can be reached from an argument."""
+    """Return whether code that gets this argument can reach layers by it."""
     if isinstance(value, nn.Module | Weight | Local | Method | functools.partial):
         return True
     return isinstance(value, types.FunctionType)

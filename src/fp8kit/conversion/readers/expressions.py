@@ -40,7 +40,7 @@ _COMPARES: dict[type, Callable[[Any, Any], bool]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-# what is the same of codes as of the weight they stand for
+# attributes that are the same for codes as for the dense weight
 _HARMLESS = frozenset(
     """
     data_ptr device dim get_device is_contiguous is_cpu is_cuda is_floating_point is_meta layout
@@ -50,26 +50,26 @@ _HARMLESS = frozenset(
 
 
 class Expressions:
-    """Values of expressions where they stand; names are those of one function.
+    """Evaluation of the expressions of one function, whose names are in ``scope``.
 
-    ``depth`` calls lie between this one and the first.
+    ``depth`` is the number of calls between the root function and this one.
     """
 
     def enter(self, local: Local, args: list[Values], kwargs: dict[str, Values]) -> Values:
-        """Walk a function that is defined inside this one."""
+        """Walk a function that is defined inside this one; ``Walk`` implements it."""
         raise NotImplementedError
 
     def __init__(self, reader: Reader, scope: Scope, depth: int) -> None:
         self.reader, self.scope, self.depth = reader, scope, depth
 
     def read(self, node: ast.AST | None) -> Values:
-        """Value an expression whose weights are used for something that needs their numbers."""
+        """Evaluate an expression, and note its weights as read: the code uses their numbers."""
         values = self.value(node)
-        self.reader.escape(values, self.scope.where)
+        self.reader.mark_read(values, self.scope.where)
         return values
 
     def value(self, node: ast.AST | None) -> Values:
-        """Value an expression; weights in it are still nobody's."""
+        """Evaluate an expression without noting its weights as read."""
         if node is None:
             return ()
         method = getattr(self, f"_value_{type(node).__name__}", None)
@@ -90,7 +90,9 @@ class Expressions:
         elif isinstance(target, ast.Starred):
             self.bind(target.value, (Items(elements(values)),))
         else:
-            self.reader.escape(values, self.scope.where)
+            if isinstance(target, ast.Attribute):
+                self.reader.store(self.value(target.value), target.attr, values)
+            self.reader.mark_read(values, self.scope.where)
             self.read(target)
 
     def _value_Constant(self, node: ast.Constant) -> Values:
@@ -144,19 +146,19 @@ class Expressions:
         containers = [v for v in sides if isinstance(v, (Items, list, tuple, *CONTAINERS))]
         if containers and isinstance(node.op, ast.Add):
             return (Items(elements(tuple(containers))),)
-        self.reader.escape(sides, self.scope.where)
+        self.reader.mark_read(sides, self.scope.where)
         return ()
 
     def _value_Compare(self, node: ast.Compare) -> Values:
         for part in (node.left, *node.comparators):
             values = self.value(part)
             if not all(isinstance(op, ast.Is | ast.IsNot | ast.In | ast.NotIn) for op in node.ops):
-                self.reader.escape(values, self.scope.where)
+                self.reader.mark_read(values, self.scope.where)
         return ()
 
     def _value_Lambda(self, node: ast.Lambda) -> Values:
         local = Local(node, self.scope)
-        self.reader.escape(self.enter(local, [], {}), self.scope.where)
+        self.reader.mark_read(self.enter(local, [], {}), self.scope.where)
         return (local,)
 
     def _value_ListComp(self, node: Any) -> Values:
@@ -175,7 +177,7 @@ class Expressions:
     def _value_Subscript(self, node: ast.Subscript) -> Values:
         values = self.value(node.value)
         known, key = constant(self.read(node.slice))
-        self.reader.escape([v for v in values if isinstance(v, Weight)], self.scope.where)
+        self.reader.mark_read([v for v in values if isinstance(v, Weight)], self.scope.where)
         values = tuple(v for v in values if not isinstance(v, Weight))
         if isinstance(node.slice, ast.Slice):
             return (Items(elements(values)),)
@@ -185,14 +187,14 @@ class Expressions:
         return self.attribute(self.value(node.value), node.attr)
 
     def attribute(self, owners: Values, name: str) -> Values:
-        """Return an attribute of values; one of a weight is a use of it."""
+        """Return an attribute of values; most attributes of a weight note it as read."""
         found: list[Values] = []
         getters: dict[Any, list[Any]] = defaultdict(list)
         for owner in owners:
             if isinstance(owner, Weight):
                 if name not in _HARMLESS and (name != "dtype" or owner.tells_dtype):
                     how = "asks for the dtype of its weight" if name == "dtype" else ""
-                    self.reader.escape((owner,), self.scope.where, how)
+                    self.reader.mark_read((owner,), self.scope.where, how)
                 continue
             if name == "_parameters" and isinstance(owner, nn.Linear):
                 found.append((Items((Weight(owner),)),))
@@ -200,7 +202,7 @@ class Expressions:
             if name == "__dict__" and isinstance(owner, nn.Module):
                 found.append((Items(held_by(owner)),))
                 continue
-            for value in lookup(owner, name):
+            for value in (*lookup(owner, name), *self.reader.stored.get((id(owner), name), ())):
                 if isinstance(value, Property):
                     getters[value.function].append(value.owner)
                 else:
@@ -210,10 +212,10 @@ class Expressions:
         return united(*found)
 
     def truth(self, node: ast.AST) -> tuple[bool, bool]:
-        """Return whether a condition is known from what the model is made of, and whether it holds.
+        """Return whether a condition is known from the model's attributes, and whether it holds.
 
-        Only what modules store is known: settings, and what is ``None`` or not. What methods
-        assign, and ``training``, may be another thing by the time of a call.
+        Known are settings that modules store, and whether an attribute is ``None``. Attributes that
+        methods assign, and ``training``, are unknown: they may change before a call.
         """
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             known, truth = self.truth(node.operand)
@@ -244,7 +246,7 @@ class Expressions:
             return False, False
 
     def stored(self, node: ast.AST) -> tuple[bool, Any]:
-        """Return whether an expression is one thing that a module stores, and that thing."""
+        """Return whether an expression is a constant or one stored attribute, and its value."""
         if isinstance(node, ast.Constant):
             return True, node.value
         if not isinstance(node, ast.Attribute) or node.attr == "training":

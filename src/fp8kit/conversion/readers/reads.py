@@ -1,15 +1,15 @@
 """Find modules whose weight is read by code that does not call them.
 
 FP8 codes are not the numbers of the weight, so a layer whose ``weight`` is read by the code around
-it must stay dense. ``weight_reads`` follows the source of every module of a model: ``forward``,
-whatever it calls, and the other methods and hooks that may run. Values are the model's actual
+it must stay dense. ``weight_reads`` follows the source of every module of a model: ``forward``, all
+that it calls, and other methods and hooks that may run. Expressions evaluate to the model's actual
 modules, so ``self.layers[i]``, loops, helpers, closures, processors and parent modules are resolved
 to layers; branches that the model's own settings exclude are not followed. Without source, names in
 the bytecode decide conservatively.
 
-Not found are: reads in code outside the model, in tensors' hooks, in global module hooks, in
+Not found are reads in code outside the model, in hooks of tensors, in global module hooks, in
 ``exec``, by computed names, through ``parameters()`` and ``state_dict()`` of modules with more than
-one layer, and in torch's own modules. Most of them raise at run time: see
+one layer, and in torch's own modules. Most of these reads raise at run time: see
 ``modules.guarded_weight``.
 """
 
@@ -43,7 +43,7 @@ from fp8kit.conversion.readers.values import (
 from fp8kit.conversion.readers.walk import Walk
 from fp8kit.modules.hooks import is_replaced
 
-# methods that are no part of a forward pass: they make, load, change or describe a model
+# parts of the names of methods outside a forward pass, which make, load, change or describe a model
 _APART = (
     "__ init reset load save tie untie fuse unfuse merge resize prune set_ add_ extra_repr "
     "state_dict quantize convert export decay param_group pretrained compile apply register "
@@ -58,14 +58,14 @@ _LIBRARIES = tuple(
     """.split()
 )
 _MODELS = ("transformers.models.", "diffusers.models.")
-_SHORT = 200  # bytes of code; a function that gives a layer of its own is no longer
+_SHORT = 200  # bytes of code; helpers that return a layer of their object are shorter
 _WORDS = frozenset({"weight", *TENSORS})
 
 
 def read_by_code(model: nn.Module) -> dict[nn.Module, str]:
-    """Find the layers whose weight is read by code, which codes would mislead.
+    """Find the layers whose weight code reads, so that FP8 codes would give wrong results.
 
-    Each comes with the reason, as the end of a sentence. The model is neither run nor changed.
+    The reason of each is the end of a sentence. The model is neither run nor changed.
     """
     return {**_dtype_answers(model), **weight_reads(model)}
 
@@ -73,9 +73,9 @@ def read_by_code(model: nn.Module) -> dict[nn.Module, str]:
 def _dtype_answers(model: nn.Module) -> dict[nn.Module, str]:
     """Find the linear layers without a bias whose weight gives a module its ``dtype``.
 
-    ``model.dtype`` of Transformers and diffusers gives the dtype of the first Parameter, and code
-    casts its inputs to it. That of an ``Fp8Linear`` is its bias, which has the right dtype; without
-    a bias it would be the codes.
+    ``model.dtype`` of Transformers and diffusers is the dtype of the first Parameter, and code
+    casts inputs to it. The first Parameter of an ``Fp8Linear`` is its bias, which has the right
+    dtype; without a bias it would be the codes.
     """
     found: dict[nn.Module, str] = {}
     for module in model.modules():
@@ -91,39 +91,43 @@ def _dtype_answers(model: nn.Module) -> dict[nn.Module, str]:
 def weight_reads(model: nn.Module) -> dict[nn.Module, str]:
     """Find the modules of a model whose weight is read by code that does not call them.
 
-    Each comes with where it is read and how.
+    The value says where and how the weight is read.
     """
     reader = Reader(model)
     alike: dict[Any, list[nn.Module]] = defaultdict(list)
     for module in model.modules():
-        if not isinstance(module, nn.Linear):  # what subclasses do is judged by their class
+        if not isinstance(module, nn.Linear):  # eligibility judges subclasses of nn.Linear
             alike[_kind(module)].append(module)
-    for modules in alike.values():
-        reader.own = frozenset(modules if stacks(modules[0]) else ())
-        for name, function in _roots(modules[0]):
-            if reader.is_suspect(function):
-                reader.walked.clear()
-                reader.running = name in ("forward", "__call__")
-                result = reader.follow(function, [tuple(modules)], {}, 0)
-                reader.escape(result, function.__qualname__)
+    before = -1
+    while before < len(reader.stored):  # one method may read what another one stores
+        before = len(reader.stored)
+        reader.forget()
+        for modules in alike.values():
+            reader.own = frozenset(modules if stacks(modules[0]) else ())
+            for name, function in _roots(modules[0]):
+                if reader.is_suspect(function):
+                    reader.walked.clear()
+                    reader.running = name in ("forward", "__call__")
+                    result = reader.follow(function, [tuple(modules)], {}, 0)
+                    reader.mark_read(result, function.__qualname__)
     reader.own = frozenset()
     for module in model.modules():
         reader.running = True
         for hook in _hooks(module):
             where = f"a hook of {type(module).__name__}"
             values = Walk(reader, Scope(where, {}, _hooks), 0).call((hook,), [(module,)], {})
-            reader.escape(values, where)
+            reader.mark_read(values, where)
     return reader.found
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    """Return what is called with a module, before or after it."""
+    """Return the forward and backward hooks of a module."""
     kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)
     return [hook for kind in (*kinds, module._backward_pre_hooks) for hook in kind.values()]
 
 
 def _kind(module: nn.Module) -> Any:
-    """Return a key of modules whose code takes the same branches: same class, same switches."""
+    """Return a key that is equal for modules of one class and equal switches: one walk for all."""
     held = {**vars(module), **module._parameters, **module._modules, **module._buffers}
     switches = (type(None), bool, str)
     kinds = [(n, v) if isinstance(v, switches) else (n, type(v)) for n, v in held.items()]
@@ -152,13 +156,13 @@ def _roots(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _may_run(name: str) -> bool:
     if name in ("forward", "__call__", "__getitem__"):
         return True
-    if name.startswith("_") or name.endswith("_"):  # private, or it changes the model in place
+    if name.startswith("_") or name.endswith("_"):  # private, or changes the model in place
         return False
     return not any(part in name for part in _APART)
 
 
 def _assigned(kind: type) -> set[str]:
-    """Return the attributes that methods of a class assign, but where it is made."""
+    """Return the attributes that methods of a class assign, except in initialization."""
     return {
         str(step.argval)
         for cls in kind.__mro__
@@ -171,12 +175,12 @@ def _assigned(kind: type) -> set[str]:
 
 
 def _is_library(module: str) -> bool:
-    """Return whether code is of a library that knows FP8 layers, or reads no weight of a layer."""
+    """Return whether a library's code is not followed: it reads no weights, or handles FP8."""
     return f"{module}.".startswith(_LIBRARIES) and not module.startswith(_MODELS)
 
 
 def _function(value: Any) -> Any:
-    """Return the function in a method, property or wrapper."""
+    """Return the function inside a method, property or wrapper."""
     if isinstance(value, staticmethod | classmethod | types.MethodType):
         value = value.__func__
     elif isinstance(value, property):
@@ -192,19 +196,20 @@ def _is_python(function: Any) -> bool:
 
 
 class Reader:
-    """What walks ask and tell about the whole model; ``running`` in the forward pass itself."""
+    """What all walks through a model share; ``running`` while they are in its forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         self.found: dict[nn.Module, str] = {}
         self.running = True
         self.inside: list[Any] = []
         self.walked = Counter[ast.AST]()
-        self.own: frozenset[nn.Module] = frozenset()  # whose own stacks are read, as FP8 ones are
+        self.own: frozenset[nn.Module] = frozenset()  # experts that may read their own stacks
+        self.stored: dict[tuple[int, str], Values] = {}  # modules in attributes that methods assign
         self._words = _WORDS.union(*map(stacks, model.modules()))
         self._results: dict[Any, Values] = {}
         self._suspects: dict[Any, bool] = {}
         self._changing: dict[type, set[str]] = {}
-        self._alive: list[Any] = []  # what ids in keys are of
+        self._alive: list[Any] = []  # keeps objects alive whose ids are in keys
         held = [v for m in model.modules() for v in leaves(vars(m).values())]
         self._called = [v for v in map(_function, held) if _is_python(v)]
         kinds = {type(m) for m in model.modules()}
@@ -213,18 +218,30 @@ class Reader:
         self._methods: dict[str, list[Any]] = defaultdict(list)
         for cls in {c for kind in kinds | others for c in kind.__mro__}:
             for name, value in () if _is_library(cls.__module__) else vars(cls).items():
-                if name not in ("forward", "__init__"):  # of each module, walked on its own
+                if name not in ("forward", "__init__"):  # each module's forward is a root itself
                     self._methods[name].append(_function(value))
 
-    def escape(self, values: Iterable[Any], where: str, how: str = "") -> None:
-        """Note that the weights among values are read."""
+    def store(self, owners: Values, name: str, values: Values) -> None:
+        """Record modules that a method stores in an attribute of a module."""
+        if any(isinstance(v, nn.Module) for v in leaves(values)):
+            for owner in owners:
+                if isinstance(owner, nn.Module):
+                    key = id(owner), name
+                    self.stored[key] = united(self.stored.get(key, ()), values)
+
+    def forget(self) -> None:
+        """Follow each function anew."""
+        self._results.clear()
+
+    def mark_read(self, values: Iterable[Any], where: str, how: str = "") -> None:
+        """Record the weights among values as read, at ``where``."""
         for value in leaves(values):
             if isinstance(value, Weight) and value.module not in self.own:
                 how = how or "reads its weight instead of calling it"
                 self.found.setdefault(value.module, f"{where} {how}")
 
     def is_suspect(self, function: Any) -> bool:
-        """Return whether a function, or one that it may reach by name, has a word for a weight."""
+        """Return whether a function, or any that it may call by name, contains a weight's name."""
         key = function.__code__
         if key not in self._suspects:
             seen, ahead = {function.__code__}, [function]
@@ -237,7 +254,7 @@ class Reader:
         return self._suspects[key]
 
     def _named(self, function: Any) -> list[Any]:
-        """Return the functions that a function may call, going by names."""
+        """Return the functions that a function may call, judged by the names in its code."""
         names, known = names_in(function.__code__), function.__globals__
         found: list[Any] = [*self._called, *closure(function).values()]
         for name in names:
@@ -253,10 +270,11 @@ class Reader:
     def follow(
         self, function: Any, args: list[Values], kwargs: dict[str, Values], depth: int
     ) -> Values:
-        """Run a function on values, and give what it may return."""
+        """Walk a function with given arguments, and return its possible results."""
         function = inspect.unwrap(function)
         if not _is_python(function) or depth > DEPTH:
-            self.escape(united(*args, *kwargs.values()), getattr(function, "__qualname__", "code"))
+            where = getattr(function, "__qualname__", "code")
+            self.mark_read(united(*args, *kwargs.values()), where)
             return ()
         own = function.__code__.co_varnames[:1] == ("self",)
         passed = list(leaves(united(*args[own:], *kwargs.values())))
@@ -286,18 +304,18 @@ class Reader:
         return self._results[key]
 
     def is_followed(self, function: Any) -> bool:
-        """Return whether a function is of the model's own code, not torch's."""
+        """Return whether a function is Python code of the model, not of a library."""
         return _is_python(inspect.unwrap(function))
 
     def changes(self, owner: Any, name: str) -> bool:
-        """Return whether methods assign an attribute once an object is made."""
+        """Return whether methods assign an attribute after initialization."""
         kind = type(owner)
         if kind not in self._changing:
             self._changing[kind] = _assigned(kind)
         return name in self._changing[kind]
 
     def _guess(self, function: Any, args: list[Values]) -> None:
-        """Take every layer that bytecode names beside a weight for one that is read."""
+        """Without source: if bytecode names a weight, note every layer that it names as read."""
         names = names_in(function.__code__)
         if not names & _WORDS:
             return
@@ -308,4 +326,4 @@ class Reader:
                 for layer in layers if named else [owner, *layers]:
                     if isinstance(layer._parameters.get("weight"), nn.Parameter):
                         how = "names a weight, and its source is not at hand"
-                        self.escape((Weight(layer),), function.__qualname__, how)
+                        self.mark_read((Weight(layer),), function.__qualname__, how)

@@ -15,7 +15,7 @@ from fp8kit.conversion.readers.values import Items, Values, elements, united
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> frozenset[str]:
-    """Return every name and word that a code object holds, also in functions inside it."""
+    """Return all names, and words in strings, of a code object and of functions inside it."""
     consts = [c for held in code.co_consts for c in (held if isinstance(held, tuple) else (held,))]
     words = {w for c in consts if isinstance(c, str) for w in c.split(".") if w.isidentifier()}
     inner = [names_in(c) for c in code.co_consts if isinstance(c, CodeType)]
@@ -24,7 +24,7 @@ def names_in(code: CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def node_of(code: CodeType) -> Any:
-    """Parse the source of a function; ``None`` if there is no source, or not that function's."""
+    """Return a function's syntax tree; ``None`` if there is no source, or only another one's."""
     try:
         lines, _ = inspect.getsourcelines(code)
         if code.co_name == "<lambda>":
@@ -39,7 +39,7 @@ def node_of(code: CodeType) -> Any:
 
 
 def _parsed(text: str) -> ast.Module:
-    # strings of several lines may have less indentation than the code, which dedent cannot know
+    # not dedent alone: strings of several lines may be indented less than the code
     return ast.parse(f"if 1:\n{text}" if text[:1].isspace() else textwrap.dedent(text))
 
 
@@ -50,7 +50,7 @@ def _lambdas(file: str) -> list[ast.Lambda]:
 
 
 def _lambda(file: str | None, line: int, names: tuple[str, ...]) -> ast.Lambda | None:
-    """Find the one lambda of a line that has these parameters; ``None`` where several do."""
+    """Return the lambda of a line with these parameters; ``None`` if there are none or several."""
     found = [
         n
         for n in _lambdas(file or "")
@@ -62,7 +62,7 @@ def _lambda(file: str | None, line: int, names: tuple[str, ...]) -> ast.Lambda |
 
 
 def arguments_of(node: Any, args: list[Values], kwargs: dict[str, Values]) -> dict[str, Values]:
-    """Return what each parameter of a function gets; starred arguments are ``"*"`` and ``"**"``."""
+    """Bind arguments to parameters; ``kwargs`` has starred ones under ``"*"`` and ``"**"``."""
     given = node.args
     positional = [a.arg for a in (*given.posonlyargs, *given.args)]
     starred = united(elements(kwargs.get("*", ())), elements(kwargs.get("**", ())))
@@ -82,7 +82,7 @@ def arguments_of(node: Any, args: list[Values], kwargs: dict[str, Values]) -> di
 
 
 def defaults_of(node: Any) -> Iterator[tuple[str, ast.expr]]:
-    """Return the default values in the head of a function, by the names of its parameters."""
+    """Yield each parameter of a function that has a default, with the default's expression."""
     given = node.args
     positional = [*given.posonlyargs, *given.args]
     yield from zip(

@@ -1,8 +1,8 @@
 """The possible values of expressions in a model's code, found without running it.
 
-A value is a tuple of candidates: modules and whatever else hangs on them, as they are, or one of
-the stand-ins below. An empty tuple is anything that no layer can be reached from. No code of the
-model is executed: attributes are looked up where they are stored, properties are not called.
+A value is a tuple of candidates: actual modules and objects that they hold, or objects of the
+classes below. An empty tuple is any value by which no layer can be reached. No code of the model
+is executed: attributes are looked up where they are stored, properties are not called.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ _MOST = 4096  # candidates of one expression
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """The weight of a module, or its stacks of experts' matrices."""
+    """The weight of a module, or its stacks of experts."""
 
     module: nn.Module
-    tells_dtype: bool = True  # not if code goes through Parameters and meets another one first
+    tells_dtype: bool = True  # false in parameters() where another one comes first
 
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """A container, or what iterates over one, of any order."""
+    """A container of values, or an iterator over one, without order."""
 
     values: Values
 
     @functools.cached_property
     def key(self) -> Any:
-        """Equal for containers of the same candidates; kept, as containers share parts."""
+        """A key, equal for containers of equal candidates; cached, as containers share parts."""
         return "items", frozenset(map(identity, self.values))
 
     @functools.cached_property
     def flat(self) -> Values:
-        """The candidates in it, and in the containers in it, each once."""
+        """The candidates in this and all nested containers, each once."""
         return united(leaves(self.values))
 
 
 @dataclass(frozen=True, eq=False)
 class Parameters(Items):
-    """What ``parameters()`` gives, in order; ``None`` for those that are no weight of a layer."""
+    """The result of ``parameters()``, in order; ``None`` for those that are no layer's weight."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class Method:
 
 @dataclass(frozen=True, eq=False)
 class Parent:
-    """What ``super()`` gives."""
+    """The result of ``super()`` in a method of the class ``after``."""
 
     owner: Any
     after: type
@@ -72,7 +72,7 @@ class Parent:
 
 @dataclass(eq=False)
 class Scope:
-    """Names of one function, and where it stands."""
+    """The names of one function with their values; ``where`` names the function in reasons."""
 
     where: str
     names: dict[str, Values]
@@ -81,7 +81,7 @@ class Scope:
     returned: Values = ()
 
     def find(self, name: str) -> Values:
-        """Return what a name stands for: local, of an enclosing function, global or built in."""
+        """Return the value of a name: local, of an enclosing function, global or built-in."""
         if name in self.names:
             return self.names[name]
         if self.outer is not None:
@@ -93,7 +93,7 @@ class Scope:
         return () if found is None else (found,)
 
     def is_local(self, name: str) -> bool:
-        """Return whether a name is assigned here, or in a function around."""
+        """Return whether a name is assigned here or in an enclosing function."""
         return name in self.names or (self.outer is not None and self.outer.is_local(name))
 
     def first(self) -> Values:
@@ -115,7 +115,7 @@ def united(*many: Iterable[Any]) -> Values:
 
 
 def identity(value: Any) -> Any:
-    """Return a key that is equal for the same candidate, whenever it was made."""
+    """Return a key that is equal for equal candidates, also if their objects differ."""
     if isinstance(value, Weight):
         return "weight", id(value.module), value.tells_dtype
     if isinstance(value, Items):
@@ -130,7 +130,7 @@ def identity(value: Any) -> Any:
 
 
 def elements(values: Values) -> Values:
-    """Return what iterating over values, or taking one of their items, may give."""
+    """Return the possible results of iterating over values or taking an item of them."""
     return united(*(_items(v) for v in values))
 
 
@@ -147,7 +147,7 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def item(values: Values, key: Any) -> Values:
-    """Return the item of a constant key, or all of them where that is not known."""
+    """Return the item of a constant key, or all items where it cannot be told."""
     found: list[Any] = []
     for value in values:
         known = isinstance(value, list | tuple | dict | nn.ModuleList | nn.Sequential)
@@ -160,13 +160,13 @@ def item(values: Values, key: Any) -> Values:
 
 
 def stacks(module: nn.Module) -> list[str]:
-    """Name the Parameters of a module that may be stacks of experts' matrices: two or more."""
+    """Return the names of a module's 3-D Parameters, if two or more: maybe stacks of experts."""
     found = [n for n, p in module._parameters.items() if p is not None and p.dim() == 3]
     return found if len(found) > 1 else []
 
 
 def first_holder(module: nn.Module) -> nn.Module | None:
-    """Return the module that holds the first floating Parameter of a module."""
+    """Return the module inside a module that holds its first floating-point Parameter."""
     for part in module.modules():
         if any(p is not None and p.is_floating_point() for p in part._parameters.values()):
             return part
@@ -174,7 +174,7 @@ def first_holder(module: nn.Module) -> nn.Module | None:
 
 
 def parameters_of(module: nn.Module) -> Parameters:
-    """Return the parameters of a module and of those inside it."""
+    """Return the parameters of a module and of all modules inside it."""
     first = first_holder(module)
     tells = isinstance(first, nn.Linear) and first.bias is None  # FP8 layers show the bias first
     return Parameters(
@@ -190,14 +190,14 @@ def parameters_of(module: nn.Module) -> Parameters:
 
 
 def held_by(owner: Any) -> Values:
-    """Return the modules in a module, and its weight if it is a layer."""
+    """Return the children of a module, and its weight if it is a linear layer."""
     if isinstance(owner, nn.Module):
         return (*owner.children(), *([Weight(owner)] if isinstance(owner, nn.Linear) else []))
     return ()
 
 
 def leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """Return all candidates, also those inside stand-ins for containers."""
+    """Yield all candidates, also those inside containers."""
     for value in values:
         if isinstance(value, Items):
             yield from value.flat
@@ -208,14 +208,14 @@ def leaves(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def constant(values: Values) -> tuple[bool, Any]:
-    """Return whether a value is one known constant, and that constant."""
+    """Return whether a value has one candidate, a constant, and that constant."""
     if len(values) == 1 and isinstance(values[0], _CONSTANTS):
         return True, values[0]
     return False, None
 
 
 def closure(function: Any) -> dict[str, Any]:
-    """Return what the free variables of a function hold."""
+    """Return the free variables of a function with their values."""
     found = {}
     cells = getattr(function, "__closure__", None) or ()
     for name, cell in zip(function.__code__.co_freevars, cells, strict=False):
@@ -227,7 +227,7 @@ def closure(function: Any) -> dict[str, Any]:
 
 
 def lookup(owner: Any, name: str) -> Values:
-    """Return an attribute as it is stored: methods bound, properties as methods to be called."""
+    """Return an attribute without running code: methods bound, properties as ``Property``."""
     if isinstance(owner, (Weight, Items, Local, Method, *_CONSTANTS)):
         return ()
     if isinstance(owner, Parent):
@@ -274,7 +274,7 @@ def _of_classes(classes: Iterable[type], owner: Any, name: str) -> Values:
 
 @dataclass(frozen=True, eq=False)
 class Property:
-    """A property that has not been called."""
+    """A property that has not been evaluated, with its owner and getter."""
 
     owner: Any
     function: Any

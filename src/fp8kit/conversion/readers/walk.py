@@ -1,7 +1,7 @@
 """Walk through the source of a function, statement by statement.
 
-Assignments add to what a name may be, whatever their order, so that a walk needs no flow of
-control; a walk is made twice for what loops carry from one turn to the next.
+An assignment adds to a name's possible values and removes none, so a walk needs no control flow.
+Each body is walked twice, for values that a loop carries from one iteration to the next.
 """
 
 from __future__ import annotations
@@ -14,37 +14,40 @@ from fp8kit.conversion.readers.calls import DEPTH, Calls
 from fp8kit.conversion.readers.source import arguments_of, defaults_of
 from fp8kit.conversion.readers.values import Items, Local, Scope, Values, elements, identity, united
 
-_MOST_WALKS = 16  # through one function from inside itself, each time with other arguments
+_MOST_WALKS = 16  # recursive walks through one function, each with other arguments
 
 
 class Walk(Calls):
-    """One walk through the body of a function: statements are visited, expressions valued."""
+    """One walk through the body of a function: visits statements, evaluates expressions."""
 
     def body(self, node: Any) -> Values:
-        """Walk twice, so that what a loop assigned last reaches its head.
+        """Walk the body twice, so that values assigned late in a loop reach its start.
 
-        Without an end to it, what calls itself takes a time exponential in the depth of calls.
+        Walks through recursive functions are bounded: their time is exponential in the call depth.
         """
         given = {n: frozenset(map(identity, v)) for n, v in self.scope.names.items()}
         around = [known for other, known in self.reader.inside if other is node]
         if given in around:
             return ()
         if around and self.reader.walked[node] >= _MOST_WALKS:
-            self.reader.escape(united(*self.scope.names.values()), self.scope.where)
+            self.reader.mark_read(united(*self.scope.names.values()), self.scope.where)
             return ()
         self.reader.inside.append((node, given))
         self.reader.walked[node] += 1
         if isinstance(node, ast.Lambda):
             self.scope.returned = self.value(node.body)
         else:
-            self.visit_all((*node.body, *node.body))
+            for _ in range(2):
+                self.visit_all(node.body)
         self.reader.inside.pop()
         return self.scope.returned
 
     def visit_all(self, statements: Iterable[ast.AST]) -> None:
-        """Walk statements, one after the other."""
+        """Walk statements in order, up to an assertion that cannot hold."""
         for statement in statements:
             self.visit(statement)
+            if isinstance(statement, ast.Assert) and self.truth(statement.test) == (True, False):
+                return
 
     def visit(self, node: ast.AST) -> None:
         """Walk one statement."""
@@ -85,7 +88,8 @@ class Walk(Calls):
 
     def _visit_For(self, node: ast.For) -> None:
         self.bind(node.target, elements(self.value(node.iter)))
-        self.visit_all((*node.body, *node.orelse))
+        self.visit_all(node.body)
+        self.visit_all(node.orelse)
 
     def _visit_If(self, node: ast.If) -> None:
         self.value(node.test)
@@ -103,7 +107,7 @@ class Walk(Calls):
             self.visit_all(case.body)
 
     def capture(self, pattern: Any, values: Values) -> None:
-        """Assign values, and what is in them, to the names in a pattern of ``match``."""
+        """Assign values, and their elements, to the names in a pattern of ``match``."""
         if isinstance(pattern, ast.MatchClass):
             for attribute, inner in zip(pattern.kwd_attrs, pattern.kwd_patterns, strict=True):
                 self.capture(inner, self.attribute(values, attribute))
@@ -130,10 +134,10 @@ class Walk(Calls):
     _visit_AsyncFunctionDef = _visit_FunctionDef
 
     def _visit_ClassDef(self, node: ast.ClassDef) -> None:
-        """Leave classes inside functions alone."""
+        """Do not walk classes that are defined inside functions."""
 
     def enter(self, local: Local, args: list[Values], kwargs: dict[str, Values]) -> Values:
-        """Walk a function that is defined inside this one."""
+        """Walk a function that is defined inside this one, with given arguments."""
         if self.depth > DEPTH:
             return ()
         bound = arguments_of(local.node, args, kwargs)

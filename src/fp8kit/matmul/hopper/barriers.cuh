@@ -4,12 +4,12 @@ __device__ __forceinline__ void barrier_init(u32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-// Shows barriers that were set up to the cluster and to TMA.
+// Makes initialised barriers visible to the cluster and to TMA.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Return whether the phase with this parity has completed, without waiting.
+// Whether the phase with this parity has completed, without waiting.
 __device__ __forceinline__ bool barrier_test(u32 barrier, u32 parity) {
   u32 done;
   asm volatile(
@@ -26,7 +26,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
       "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// The same, for a phase that other blocks of the cluster complete.
+// As barrier_wait, for a phase that other blocks of the cluster complete.
 __device__ __forceinline__ void barrier_wait_cluster(u32 barrier, u32 parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
@@ -34,7 +34,7 @@ __device__ __forceinline__ void barrier_wait_cluster(u32 barrier, u32 parity) {
       "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// Arrive, and expect bytes of TMA before the phase completes.
+// Arrives, and makes the phase wait for so many bytes of TMA, too.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -44,9 +44,9 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrive after shared memory was read into `read`, a combination of all the values. The hardware may
-// let an arrival overtake reads that queue behind stores of other warps, whatever the program order,
-// unless the arrival depends on the values: here through two predicates the compiler cannot fold.
+// Arrives after reads of shared memory; `read` combines all values read. The hardware may let an arrival
+// overtake reads that queue behind stores of other warps, whatever the program order, unless the arrival
+// depends on the values: here through two predicates that the compiler cannot fold.
 // One load serves all lanes of a converged warp, so one lane's dependence is enough.
 __device__ __forceinline__ void barrier_arrive_after(u32 barrier, u32 read) {
   asm volatile(
@@ -56,7 +56,7 @@ __device__ __forceinline__ void barrier_arrive_after(u32 barrier, u32 read) {
       : "memory");
 }
 
-// Copies whole lines of 16 bytes, all of which are aligned to them.
+// Copies a multiple of 16 bytes; both addresses are multiples of 16, too.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared(to)),
                "l"(from), "r"(bytes), "r"(barrier) : "memory");

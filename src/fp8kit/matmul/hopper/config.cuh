@@ -1,4 +1,4 @@
-// Constants derived from the macros, whose table stands in gemm.cu, and what they must satisfy.
+// Constants derived from the macros (gemm.cu has their table), and the conditions they must satisfy.
 //
 // The MMA computes D[M, N] = A[M, K] @ B[N, K].T with M = MMA_M and N = MMA_N. With SWAP_AB, A holds
 // weights and B tokens; without, A holds tokens and B weights.
@@ -11,9 +11,9 @@ constexpr int SCALE_BYTES = BLOCK_SCALES ? (TILE_TOKENS + 31) / 32 * 128 : 0;  /
 // swizzled epilogue buffers follow the scales
 constexpr int ALL_SCALE_BYTES = (TOKEN_STAGES * SCALE_BYTES + 1023) / 1024 * 1024;
 constexpr int ACC = MMA_N / 2, FRAGMENTS = MMA_N / 8;  // registers of a thread; a fragment is four
-// Arrivals that release a stage, per warpgroup: with block scales each warp reads scales by itself.
+// Arrivals per warpgroup that release a stage: with block scales each warp has its own reads of scales.
 constexpr int RELEASES = BLOCK_SCALES ? 4 : 1;
-// Tokens that are quantized here fill all their stages at once, behind one barrier.
+// In-GEMM quantization fills all token stages at once, behind one barrier.
 constexpr int TOKEN_BARRIERS = QUANTIZE_ROWS ? 1 : TOKEN_STAGES;
 constexpr int SHARED_STAGES = QUANTIZE_ROWS ? WEIGHT_STAGES : TOKEN_STAGES;
 // K steps between warpgroups, so that one multiplies while another runs its epilogue

@@ -1,4 +1,4 @@
-"""An estimate of the time of a GEMM, by which its tile configurations are compared."""
+"""Estimate the time of a Hopper GEMM, to compare its tile configurations above 64 rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def microseconds(
     area = layout.warpgroups * layout.mma_n / MAX_PIPELINED_COLS
     step = costs.steps[layout.warpgroups - 1] + costs.area * area
     if pipeline.pipelined_steps > 1:
-        step += costs.drain * (1 / pipeline.pipelined_steps - 1 / 4)  # that of four is in steps
+        step += costs.drain * (1 / pipeline.pipelined_steps - 1 / 4)  # ``steps`` has that of four
     elif layout.warpgroups < 3:
         step += costs.exposed
     narrow, other = costs.crowded

@@ -74,12 +74,12 @@ __device__ __forceinline__ int vector_offset(int line, int vector) {
   return line * LINE_BYTES + (SWIZZLED ? vector ^ line % 8 : vector) * 16;
 }
 
-// Whether the block of this rank stores a column; all if its rank is -1.
+// Whether the block of this rank stores a column; rank -1 stores all.
 __device__ __forceinline__ bool owns(int rank, int col) {
   return SPLIT_K == 1 || rank < 0 || col / 8 / OWNED_FRAGMENTS == rank;
 }
 
-// Stores EPILOGUE_COLS columns of a warpgroup's accumulators to shared memory as they lie in y:
+// Stores EPILOGUE_COLS columns of a warpgroup's accumulators to shared memory in the order of y, so
 // transposed with SWAP_AB.
 __device__ __forceinline__ void store_shared(const float (&acc)[ACC], u8* buffer, int rank, int from) {
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, matrix = lane / 8;
@@ -104,8 +104,8 @@ __device__ __forceinline__ void store_shared(const float (&acc)[ACC], u8* buffer
   }
 }
 
-// Copies a buffer to global memory by vectors of eight results of a token. (n0, t0) is the place of
-// the warpgroup's first result.
+// Copies a buffer to global memory in vectors of eight results of one token. The warpgroup's first
+// result is that of weight row n0 and token t0.
 __device__ __forceinline__ void copy_to_global(const Output& out, const u8* buffer, int rank, int from,
                                                int n0, int t0) {
   const int thread = threadIdx.x % 128;
@@ -142,8 +142,8 @@ __device__ __forceinline__ void copy_to_global(const Output& out, const u8* buff
   }
 }
 
-// Stores the columns that this block owns. TMA clips what lies beyond M and N, and reads the last
-// EPILOGUE_BUFFERS parts while the next tile is multiplied; earlier parts are waited for here.
+// Stores the columns that this block owns. TMA clips results beyond M and N. It reads the last
+// EPILOGUE_BUFFERS parts while the next tile is multiplied, so only earlier parts are waited for here.
 __device__ __forceinline__ void store_tile(const Output& out, const TensorMap* y_map,
                                            const float (&acc)[ACC], u8* buffers, int block_warp,
                                            int rank, int n0, int t0) {

@@ -1,14 +1,14 @@
 // y[M, N] = (x[M, K] @ w[N, K].T) * scales + bias on Hopper: warp-specialized and persistent.
 //
 // Tile: 64 MMA rows per consumer warpgroup by MMA_N columns. SWAP_AB puts weights in the rows and
-// tokens in the columns, so that few tokens waste no MMA. Many tokens may be the rows, where the weights
-// then divide into tiles better, or with block scales, because a thread then needs two scales per step
+// tokens in the columns, so that few tokens waste no MMA. With many tokens, tokens may be the rows: where
+// weights then divide into tiles better, or with block scales, as a thread then needs two scales per step
 // instead of two per eight columns.
 //
 // Pipeline: one producer warp loads weights and one loads tokens, each by TMA into a ring of stages.
-// Weights are loaded before the previous kernel, which quantizes x, has ended (PDL). Until the first
-// tokens are here at most WARMUP_INFLIGHT of these loads are in flight, from then on MAX_INFLIGHT: more
-// would delay the loads of the tokens and of the quantizer.
+// With PDL, weight loads start before the previous kernel, which quantizes x, has ended. At most
+// WARMUP_INFLIGHT of them are in flight until the first tokens arrive, then MAX_INFLIGHT: more would
+// delay the loads of the tokens and of the quantizer.
 //
 // Main loop: the tensor core keeps about 14 bits of a sum, so each K step of 128 starts from zero and is
 // promoted: added to fp32 registers. Of PIPELINED_STEPS steps, each is promoted while the MMA of the
@@ -17,10 +17,10 @@
 // Schedule: each block computes tile after tile. A last wave with too few tiles for all blocks is split
 // along K in clusters. Partial sums are added in a fixed order, so bits do not depend on timing.
 //
-// With QUANTIZE_ROWS the tokens come in 16 bits and each block quantizes those that it multiplies, which
+// With QUANTIZE_ROWS the tokens have 16 bits and each block quantizes those that it multiplies, which
 // saves a kernel and the wait for it.
 //
-// No pointer is __restrict__: the previous kernel may still write what it points to.
+// No pointer is __restrict__, since the previous kernel may still write the memory behind it.
 //
 // Parts, in the order of compilation: quantizers/encode.cuh, config.cuh, barriers.cuh, ptx.cuh,
 // pipeline.cuh, scheduler.cuh, epilogue.cuh, quantize.cuh, gemm.cu.
@@ -79,14 +79,14 @@ extern "C" __global__ void REGISTER_LIMIT hopper_gemm(
   __shared__ ScalesAndBias scales;
   const u32 w_ring = shared(smem), x_ring = w_ring + WEIGHT_STAGES * W_BYTES;
   const u32 scale_ring = x_ring + TOKEN_STAGES * X_BYTES;
-  // partial sums of peers, then epilogue buffers
+  // partial sums from peers, then epilogue buffers
   u8* const after_rings = smem + WEIGHT_STAGES * W_BYTES + TOKEN_STAGES * X_BYTES + ALL_SCALE_BYTES;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform
   int rank = 0;
   if (SPLIT_K > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   const Output output = {SWAP_AB ? w_scale : x_scale, SWAP_AB ? x_scale : w_scale, bias, y, m, n,
                          SWAP_AB ? w_stride : x_stride, SWAP_AB ? x_stride : w_stride};
-  // before the wait for the previous kernel
+  // overlaps the previous kernel
   TileScheduler tile({band, band_inverse, full_waves}, m, n, k, rank);
 
   if (threadIdx.x == 0) {
@@ -178,7 +178,7 @@ extern "C" __global__ void REGISTER_LIMIT hopper_gemm(
   const u32 w_tiles = descriptor_low(w_ring) + (SWAP_AB ? warpgroup * (64 * TILE_K / 16) : 0);
   const u32 x_tiles = descriptor_low(x_ring) + (SWAP_AB ? 0 : warpgroup * (64 * TILE_K / 16));
   float acc[ACC], partial[PIPELINED_STEPS == 1 ? 1 : 2][ACC];
-  Stage<WEIGHT_STAGES> w, w_done;  // the next to multiply, the next to promote
+  Stage<WEIGHT_STAGES> w, w_done;  // the next stage to multiply, and to promote
   Stage<TOKEN_STAGES> x, x_done;
   // the K step of the first quantized stage
   const int quantized_step = full_waves == 0 && tile.splits() ? tile.first_step : 0;

@@ -89,7 +89,7 @@ def run(
 ) -> Tensor:
     """Multiply ``x [M, K]`` by ``w [N, K]``.
 
-    Operands are e4m3fn codes with float32 scales; ``config`` is in place of the heuristics' choice.
+    Operands are e4m3fn codes with float32 scales; ``config`` replaces the heuristics' choice.
     """
     x, x_scale, w, w_scale, bias = operands
     groups = (problem.x_group, problem.w_group)
@@ -109,10 +109,10 @@ def run(
 def quantize_in_gemm(
     operands: MatmulOperands, problem: MatmulProblem, min_scale: float
 ) -> Tensor | None:
-    """Quantize and multiply in one kernel, with the bits of two.
+    """Quantize and multiply in one kernel, with the bits of a quantizer and a GEMM.
 
-    ``x`` is bf16 or fp16 ``[M, K]``, to be quantized by its own maxima to ``problem.x_dtype``, with
-    the floor ``min_scale`` under its scales. ``None`` if two kernels are needed.
+    ``x`` is bf16 or fp16 ``[M, K]`` and is quantized dynamically to ``problem.x_dtype``;
+    ``min_scale`` is the least scale. Returns ``None`` if two kernels are needed.
     """
     x, _, w, w_scale, bias = operands
     groups = (problem.x_group, problem.w_group)
@@ -127,7 +127,7 @@ def quantize_in_gemm(
         plan = _plan(x, w, problem, groups[1] == BLOCK, None)
         if plan is None:
             return None
-        # the kernel takes maps of codes and of their scales in any case, and reads neither here
+        # the kernel's parameters include maps of codes and of scales, which it does not read here
         w_map = _code_map(w, plan.config.weights)
         tokens = _Tokens(w_map, w_map, dense=x, min_scale=min_scale)
         return _launch(plan, x.shape[0], tokens, (w, w_scale), bias, groups, problem)
@@ -135,7 +135,7 @@ def quantize_in_gemm(
 
 @functools.cache
 def device_record(index: int) -> Device:
-    """Return the record of a CUDA device, which the heuristics read."""
+    """Return the record of a CUDA device, by which the heuristics choose."""
     return hopper(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
@@ -218,7 +218,7 @@ def _launch(
         torch.float32 if bias is None else bias.dtype,
         None if tokens.dense is None else tokens.dense.dtype,
     )
-    # not read where threads store the result
+    # any map will do where threads store the result
     y_map = tokens.x_map
     if tma_store:
         y_map = cuda_launch.byte_tile_map(y.data_ptr(), m, 2 * n, 2 * n, *config.store_box)

@@ -1,4 +1,4 @@
-"""Which tile configuration the Hopper GEMM takes for a problem; no GPU is needed to ask."""
+"""Choose the tile configuration of the Hopper GEMM for a problem; this needs no GPU."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fp8kit.matmul.hopper.tile_config import (
 
 _MANY_ROWS = 256
 _LARGE_ROWS = 1024
-_STEPS, _MAX_STEPS = 4, 8  # K steps that are pipelined: usually, at most
+_STEPS, _MAX_STEPS = 4, 8  # K steps that are pipelined: usual number, maximum
 _DRAIN = 0.2  # part of a step that nothing overlaps when the pipeline drains
 _UNSWAPPED_COLS = (80, 96, 128, 144, 160)  # weights of a tile whose MMA rows are tokens
 _MAX_VECTORS = {False: 8, True: 4}  # of 16 bytes that a thread quantizes, by block scales
 _MAX_STAGES = 24
-_FEW_STAGES = 4  # of tokens, where these come soon after they are requested
+_FEW_STAGES = 4  # of tokens, where these arrive soon after they are requested
 
 
 @functools.lru_cache(maxsize=4096)
@@ -36,7 +36,7 @@ def choose(m: int, n: int, k: int, device: Device, block_scales: bool) -> TileCo
     """Return the tile configuration of a GEMM.
 
     Up to 64 rows the weights alone matter, and split-K depends on N and K only, as it decides the
-    order of the sum. Above, the choice is the fastest by ``microseconds``. ``block_scales`` are
+    order of the sum. Above, the choice is the fastest by ``microseconds``. ``block_scales`` means
     1x128 by 128x128 scales.
     """
     if m <= FEW_ROWS:
@@ -45,7 +45,7 @@ def choose(m: int, n: int, k: int, device: Device, block_scales: bool) -> TileCo
     best = min(found, key=found.__getitem__)
     if m > _LARGE_ROWS:
         return best
-    # costs do not depend on the side; blocks with several tiles are faster with tokens as MMA rows
+    # of equal estimates: blocks with several tiles are faster with tokens as MMA rows
     equal = (
         c
         for c, us in found.items()
@@ -72,7 +72,7 @@ def choose_quantizing(
         inflight = -(-device.quantize_inflight_bytes // (grid * config.weights * TILE_K))
     if config.tiles(m, n) <= grid // config.launch.split_k:
         steps = -(-steps // config.launch.split_k)
-    # half the stages cost more than a kernel less saves
+    # with half the stages the GEMM loses more than the saved kernel takes
     stages = config.pipeline.weight_stages
     for weight_stages in range(stages, stages // 2, -1):
         pipeline = replace(
@@ -91,9 +91,9 @@ def choose_quantizing(
 def row_counts(
     m: int, n: int, k: int, device: Device, block_scales: bool, out_bytes: int
 ) -> list[int]:
-    """Return row counts in ``(m / 2, m]`` that between them need every kernel these need.
+    """Return row counts in ``(m / 2, m]`` that together use every kernel that any of these uses.
 
-    ``m`` is a power of two, and ``out_bytes`` those of an element of the result.
+    ``m`` is a power of two, and ``out_bytes`` is the size of an element of the result.
     """
     found: dict[object, int] = {}
     for rows in range(m, m // 2, -min(16, m)):  # a tile has a multiple of 16 tokens, or all
@@ -116,7 +116,7 @@ def estimates(
 def candidates(problem: Shape, device: Device, block_scales: bool) -> list[TileConfig]:
     """Return the configurations that are considered above 64 rows."""
     m, _, k = problem
-    # tokens of a tile, if all have as many
+    # tokens per tile, if tiles divide them evenly
     even = -(-m // (16 * -(-m // MAX_PIPELINED_COLS))) * 16
     many = m > _MANY_ROWS
     sides = [(True, even), *((False, cols) for cols in _UNSWAPPED_COLS)]
@@ -132,7 +132,7 @@ def candidates(problem: Shape, device: Device, block_scales: bool) -> list[TileC
         for warpgroups in (1, 2, 3)
         for split in (1, 2, 3, 4)
         for steps in (pipelined_steps(k, split),)
-        # more columns lack registers
+        # with more columns a thread lacks registers
         if cols <= MAX_PIPELINED_COLS or (warpgroups == 2 and split == 1)
     ]
     if many:
@@ -152,14 +152,14 @@ def candidates(problem: Shape, device: Device, block_scales: bool) -> list[TileC
 def most_pipelined_steps(k: int) -> int:
     """Return how many K steps are pipelined where there are many waves.
 
-    More steps drain the pipeline less often, but the steps beyond K are wasted.
+    More steps drain the pipeline less often, but waste more steps beyond K.
     """
     steps, counts = -(-k // TILE_K), range(_MAX_STEPS, 1, -1)
     return min(counts, key=lambda count: round_up(steps, count) * (1 + _DRAIN / count))
 
 
 def pipelined_steps(k: int, split: int) -> int:
-    """Return how many K steps are pipelined: four, or as above if that wastes fewer steps.
+    """Return how many K steps are pipelined: four, or ``most_pipelined_steps`` if these waste less.
 
     Parts of K, one for each block that splits it, are multiples of four steps.
     """
@@ -169,7 +169,7 @@ def pipelined_steps(k: int, split: int) -> int:
 
 
 def with_inflight(config: TileConfig, max_inflight: int, device: Device) -> TileConfig:
-    """Return the configuration with other weight loads in flight, and a warmup that fits them."""
+    """Return the configuration with so many weight loads in flight, and a warmup to match."""
     per_stage = config.weights * TILE_K * config.launch.blocks_per_sm
     warmup = max(2, device.warmup_bytes // per_stage)
     pipeline = replace(
@@ -226,7 +226,7 @@ class _Outline(NamedTuple):
     pipelined_steps: int  # at most: registers may allow one only
     blocks_per_sm: int = 1
     shares_weights: bool = False  # a cluster of two blocks loads the same weights
-    equal_stages: bool = False  # as many for tokens as for weights
+    equal_stages: bool = False  # as many stages for tokens as for weights
 
 
 @functools.cache
@@ -240,7 +240,7 @@ def _deepest(outline: _Outline, device: Device, block_scales: bool) -> TileConfi
         cluster_sync_every=device.cluster_sync_every if outline.shares_weights else 0,
     )
     few = (layout.mma_n if layout.swap_ab else 64 * layout.warpgroups) <= FEW_ROWS
-    # tokens come soon after they are requested, weights must be here before the tokens are
+    # tokens arrive soon after they are requested, but weights must arrive before the tokens do
     shallow = few or (layout.warpgroups == 2 and layout.swap_ab and not outline.equal_stages)
     for stages in range(_MAX_STAGES, 1, -1):
         pipeline = Pipeline(

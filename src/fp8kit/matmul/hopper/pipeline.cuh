@@ -18,7 +18,7 @@ struct Stage {
 struct Barriers {
   u32 first;
 
-  // Opaque, so that it stays in a register: the compiler would recompute the shared window each step.
+  // Opaque to keep the address in a register: the compiler would recompute the shared window each step.
   __device__ explicit Barriers(const u64* barriers) {
     asm volatile("mov.u32 %0, %1;" : "=r"(first) : "r"(shared(barriers)));
   }

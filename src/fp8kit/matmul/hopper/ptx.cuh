@@ -40,13 +40,13 @@ __device__ __forceinline__ u32 descriptor_low(u32 address) {
 }
 __device__ __forceinline__ u64 descriptor(u32 low) { return (64ull << 32) | (1ull << 62) | low; }
 
-// d = a @ b.T + (add ? d : 0) for 32 of K. The host spells out the registers.
+// d = a @ b.T + (add ? d : 0) over 32 of K. The host spells out the registers.
 __device__ __forceinline__ void wgmma(float (&d)[ACC], u64 a, u64 b, int add) {
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " WGMMA_ADD ", 0;\n" WGMMA "\n}"
                : WGMMA_REGISTERS : "l"(a), "l"(b), "r"(add));
 }
 
-// Keeps the compiler from moving accesses to registers of an asynchronous MMA.
+// Keeps the compiler from moving accesses to the accumulators across an asynchronous MMA.
 __device__ __forceinline__ void wgmma_fence_registers(float (&d)[ACC]) {
 #pragma unroll
   for (int i = 0; i < ACC; i++) asm volatile("" : "+f"(d[i])::"memory");

@@ -1,5 +1,5 @@
-// Quantization inside the GEMM: a few tokens of 16 bits become codes and scales in shared memory, with
-// the bits of the separate quantizer.
+// Quantization inside the GEMM: turns a few 16-bit tokens into codes and scales in shared memory,
+// bit-equal to the separate quantizer.
 
 struct DenseTokens {
   const u8* x;  // [M, K]
@@ -8,8 +8,8 @@ struct DenseTokens {
   float min_scale;
 };
 
-// Quantizes all tokens of the tile into stages that start at K step `first_step`. Several whole warps
-// share a row.
+// Quantizes all tokens of the tile into the token stages, the first of which has K step `first_step`.
+// One or more whole warps share a row.
 __device__ __forceinline__ void quantize_tokens(const DenseTokens& tokens, u32 stages, u32 stage_scales,
                                                 ScalesAndBias& scales, int first_step) {
   constexpr int WARPS = 4 * WARPGROUPS / (QUANTIZE_ROWS ? QUANTIZE_ROWS : 1), STRIDE = WARPS * 32;

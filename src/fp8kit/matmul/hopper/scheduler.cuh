@@ -1,7 +1,7 @@
 // The cluster that shares weights, and the order of the tiles.
 
-// The other block of a cluster of two whose tiles have the same weights: L2 serves loads issued
-// together once. The blocks synchronize now and then, as they drift apart otherwise.
+// The other block of a cluster of two whose tiles have the same weights: L2 serves loads that are
+// issued together only once. The blocks synchronize every few steps, as they would drift apart.
 struct ClusterPeer {
   u32 here, there, parity = 0;
 
@@ -19,8 +19,8 @@ struct ClusterPeer {
   }
 };
 
-// The tile order, computed by the host because divisions would delay the first load. All weights pass
-// a band of token tiles, then the next band. In each full wave every block has a whole tile.
+// The tile order, computed by the host because divisions would delay the first load. A band of token
+// tiles meets all weights, then the next band does. In each full wave every block has a whole tile.
 struct Schedule {
   int band;          // token tiles
   u32 band_inverse;  // 2^32 / band, rounded up: exact while dividend * band < 2^32
@@ -48,7 +48,7 @@ struct TileScheduler {
   __device__ int waves() const { return schedule.full_waves + (tail_tiles > 0); }
   __device__ bool splits() const { return tail_splits && wave == schedule.full_waves; }
   __device__ bool more() const { return wave < waves(); }
-  // Steps beyond K load zeros, to fill up PIPELINED_STEPS. Where K is split does not depend on it.
+  // Steps beyond K load zeros, to fill up PIPELINED_STEPS; they do not change where K is split.
   __device__ void next() {
     wave++;
     const int tile = wave * gridDim.x + (splits() ? blockIdx.x / SPLIT_K : blockIdx.x);

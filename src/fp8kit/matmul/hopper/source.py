@@ -24,11 +24,11 @@ _KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}  # dtype tags
 
 
 class Variant(NamedTuple):
-    """What a kernel is compiled for beside its tile configuration.
+    """What a kernel is compiled for besides its tile configuration.
 
-    ``block_scales`` are 1x128 by 128x128, else they are per row or tensor. With ``one_token_tile``
-    every weight is read once. Without ``tma_store`` threads store the result; without ``x_dtype``
-    tokens come as codes.
+    With ``block_scales`` scales are 1x128 by 128x128, else per row or tensor. With
+    ``one_token_tile`` every weight is read once. Without ``tma_store`` threads store the result;
+    without ``x_dtype`` tokens are codes already.
     """
 
     block_scales: bool
@@ -40,7 +40,7 @@ class Variant(NamedTuple):
 
 
 def wgmma(columns: int) -> dict[str, int | str]:
-    """Return the macros of the FP8 MMA of 64 rows and so many columns, as inline PTX."""
+    """Return the macros of the FP8 MMA of 64 rows and ``columns`` columns, as inline PTX."""
     accumulators = range(columns // 2)
     operands = ", ".join(f"%{i}" for i in accumulators)
     a, b, add = (f"%{len(accumulators) + i}" for i in range(3))
@@ -68,7 +68,7 @@ def macros(config: TileConfig, variant: Variant) -> dict[str, int | str]:
         "EPILOGUE_BUFFERS": config.epilogue.buffers,
         "SPLIT_K": launch.split_k,
         "BLOCKS_PER_SM": launch.blocks_per_sm,
-        # blocks of a cluster have different weights where each is read once
+        # where each weight is read once, the blocks of a cluster have different ones
         "CLUSTER_SYNC_EVERY": 0 if variant.one_token_tile else launch.cluster_sync_every,
         "PRODUCER_THREADS": config.producer_threads,
         "LAUNCH_REGISTERS": config.launch_registers,

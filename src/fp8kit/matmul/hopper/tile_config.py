@@ -1,7 +1,7 @@
 """A tile configuration of the Hopper GEMM: what ``gemm.cu`` is compiled and launched with.
 
-Sizes and conditions repeat those of ``config.cuh``, which reads a configuration as macros; the head
-of ``gemm.cu`` lists them.
+Sizes and conditions repeat those of ``config.cuh``, which gets a configuration as macros; the head
+of ``gemm.cu`` lists the macros.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _SYSTEM_SMEM = 1024  # of each block
 
 
 class Schedule(NamedTuple):
-    """The tile order: all weights pass a ``band`` of token tiles, then the next band.
+    """The tile order: a ``band`` of token tiles meets all weights, then the next band does.
 
-    ``grid`` are blocks to launch. ``band_inverse`` is ``2**32 / band``, rounded up: exact for
+    ``grid`` is the number of blocks. ``band_inverse`` is ``2**32 / band``, rounded up: exact for
     dividends times ``band`` below ``2**32``. In ``full_waves`` every block has a whole tile.
     """
 
@@ -48,12 +48,12 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """The stages in shared memory and what is in flight.
+    """The stages in shared memory, and the loads in flight.
 
-    Stages are tiles of 128 along K; with in-GEMM quantization ``token_stages`` are all that a block
-    multiplies. Of ``pipelined_steps`` each is promoted while the MMA of the next runs; 1 saves the
-    registers of a second partial sum. Weight loads in flight have a bound, and another until the
-    first tokens are here.
+    Stages are tiles of 128 along K; with in-GEMM quantization ``token_stages`` hold all tokens that
+    a block multiplies. Of ``pipelined_steps`` each is promoted while the MMA of the next runs; 1
+    saves the registers of a second partial sum. At most ``warmup_inflight`` weight loads are in
+    flight until the first tokens arrive, then ``max_inflight``.
     """
 
     weight_stages: int
@@ -65,7 +65,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
-    """How a tile leaves: so many parts of a warpgroup's tile are in shared memory together."""
+    """How a tile is stored: shared memory has ``buffers`` parts of a warpgroup's tile at once."""
 
     buffers: int = 1
 
@@ -74,10 +74,10 @@ class Epilogue:
 class Launch:
     """Clusters and occupancy: ``split_k`` blocks of a cluster split K of a tile.
 
-    No more than ``blocks_per_sm`` may fit: blocks that start while the quantizer still runs would
-    crowd on the SMs it has left. The two blocks of a cluster synchronize after so many K steps:
-    their tiles follow one another, so L2 serves their loads of the same codes together. 0: no
-    cluster.
+    No more than ``blocks_per_sm`` blocks may fit on an SM: those that start while the quantizer
+    still runs would crowd on the SMs that it has left. With ``cluster_sync_every`` two blocks with
+    consecutive tiles form a cluster and synchronize after so many K steps, so that L2 serves their
+    loads of the same codes together; 0 means no such cluster.
     """
 
     split_k: int = 1
@@ -148,14 +148,14 @@ class TileConfig:
 
     @property
     def consumer_registers(self) -> int:
-        """Registers that a consumer thread then has, else 0."""
+        """Registers of a consumer thread after it took the producer's; 0 if it takes none."""
         warpgroups, launched = self.layout.warpgroups, self.launch_registers
         given = launched * (warpgroups + 1) - PRODUCER_REGISTERS
         return given // warpgroups // 8 * 8 if launched else 0
 
     @property
     def producer_threads(self) -> int:
-        """Threads that load; a whole warpgroup if it is to give registers away."""
+        """Threads of the producer warps; a whole warpgroup if it gives registers away."""
         return 128 if self.launch_registers else 64
 
     @property
@@ -171,11 +171,11 @@ class TileConfig:
 
     @property
     def store_box(self) -> tuple[int, int]:
-        """Tokens that are stored at once, and bytes of each along N."""
+        """Tokens that are stored at once, and the bytes of each along N."""
         return (self.epilogue_cols, 128) if self.layout.swap_ab else (64, 2 * self.epilogue_cols)
 
     def dynamic_smem_bytes(self, block_scales: bool) -> int:
-        """Return the dynamic shared memory: what a block needs, or what keeps more blocks out."""
+        """Return the bytes of dynamic shared memory: those needed, or more, to limit occupancy."""
         return max(self.needed_smem_bytes(block_scales), _SMEM // (self.launch.blocks_per_sm + 1))
 
     def needed_smem_bytes(self, block_scales: bool) -> int:
@@ -204,7 +204,7 @@ class TileConfig:
         return round_up(8 * barriers + 4 * floats, 1024)
 
     def fits(self, block_scales: bool) -> bool:
-        """Return whether an SM has shared memory for the blocks that shall be resident."""
+        """Return whether an SM has shared memory for ``blocks_per_sm`` blocks."""
         needed = self.needed_smem_bytes(block_scales) + self.static_smem_bytes
         return needed <= _SMEM // self.launch.blocks_per_sm - _SYSTEM_SMEM
 
@@ -216,12 +216,12 @@ class TileConfig:
         """Return the tile order of an ``[m, n]`` result, as the kernel takes it."""
         grid = self.grid(m, n, device)
         band = min(device.band_tokens // self.tokens, -(-m // self.tokens))
-        assert band > 1 or m <= self.tokens  # the inverse of 1 has no 32 bits, and is not read
+        assert band > 1 or m <= self.tokens  # the inverse of 1 exceeds 32 bits, and is not read
         inverse = -(-(1 << 32) // band) % (1 << 32)
         return Schedule(grid, band, inverse, self.tiles(m, n) // grid)
 
     def grid(self, m: int, n: int, device: Device) -> int:
-        """Return the blocks to launch: as many as there is room and work for."""
+        """Return the number of blocks to launch: as many as there is room and work for."""
         neighbors = self.cluster // self.launch.split_k
         room = device.clusters[self.cluster - 1] * self.launch.blocks_per_sm
         return min(-(-self.tiles(m, n) // neighbors), room) * self.cluster
@@ -231,9 +231,9 @@ class TileConfig:
     ) -> bool:
         """Return whether TMA stores the result.
 
-        It takes longer than the threads do, and lets them go on to the next tile: it is for blocks
-        with several tiles. Rows of the result must be multiples of 16 bytes. With block scales,
-        tiles of 144 and 160 columns were 1 to 4 % slower.
+        TMA takes longer than the threads would, but they go on to the next tile meanwhile: it is
+        for blocks with several tiles. Rows of the result must be multiples of 16 bytes. With block
+        scales, tiles of 144 and 160 columns were 1 to 4 % slower with it.
         """
         several = self.tiles(m, n) > self.grid(m, n, device)
         storable = out_bytes == 2 and n % 8 == 0 and self.launch.split_k == 1
@@ -242,5 +242,5 @@ class TileConfig:
 
 
 def round_up(count: int, multiple: int) -> int:
-    """Return the next multiple."""
+    """Return the least multiple of ``multiple`` that is at least ``count``."""
     return -(-count // multiple) * multiple

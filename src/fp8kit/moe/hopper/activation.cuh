@@ -1,12 +1,12 @@
 // The activation between the products, and its codes.
 //
-// Set by the host: GELU by tanh in place of SiLU, whether inputs are LIMITED, and whether the codes have a GIVEN_SCALE.
+// Set by the host: whether GELU by tanh replaces SiLU, inputs are LIMITED, and the codes have a GIVEN_SCALE.
 
 struct Gate {
   float limit, alpha, up_offset;
 };
 
-// Return act(gate) * (up + up_offset), both bounded: SiLU with alpha in its sigmoid, or GELU by tanh.
+// act(gate) * (up + up_offset), gate and up bounded: SiLU with alpha in its sigmoid, or GELU by tanh.
 __device__ __forceinline__ float activated(float gate, float up, const Gate& by) {
   if (LIMITED) {
     gate = gate > by.limit ? by.limit : gate;  // NaN stays
@@ -21,7 +21,8 @@ __device__ __forceinline__ float activated(float gate, float up, const Gate& by)
   return gate * sigmoid * (up + by.up_offset);
 }
 
-// Two codes of one scale each. A given scale may be any number: by IEEE division, as the reference.
+// Encodes two values, each by its scale. A given scale may be any number, so it divides as IEEE, like the
+// reference.
 __device__ __forceinline__ u16 encode_pair(float low, float high, float low_scale, float high_scale,
                                            float low_reciprocal, float high_reciprocal) {
   u16 codes;

@@ -6,7 +6,7 @@ __device__ __forceinline__ void all_consumers() {
   asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
 }
 
-// What the epilogues of a block share: the largest magnitudes of tokens, as bits, and their scales.
+// Shared by the epilogues of a block: the largest magnitudes of tokens, as bits, and their scales.
 struct SharedFacts {
   static constexpr int QUANTIZED = FIRST ? MMA_N : 1;  // tokens
   TokenFacts tokens[WARPGROUPS];
@@ -15,7 +15,7 @@ struct SharedFacts {
   float scale[QUANTIZED], reciprocal[QUANTIZED];
 };
 
-// Adds a partial sum by the scales of its tokens. Returns a value that depends on what was read.
+// Adds a partial sum times the scales of its tokens. Returns a value that depends on the scales read.
 __device__ __forceinline__ u32 add_scaled(float (&acc)[ACC], const float (&sum)[ACC], u32 scales, float w) {
   u32 read = 0;
 #pragma unroll
@@ -49,7 +49,7 @@ struct Epilogue {
     return {facts, buffer, received, rank};
   }
 
-  // Loads what the tile needs, so that nothing waits for memory behind the MMAs.
+  // Loads factors and biases of the tile early, so that nothing waits for memory after the MMAs.
   __device__ void load(const TileWalk& tile, const Operands<Product>& of, int feature) {
     facts.tokens[threadIdx.x / 128].template load<Product>(tile.row, tile.end, of.factors, of.to.pair_of_row);
     const int of_thread = feature + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
@@ -80,7 +80,7 @@ struct Epilogue {
       const int of_thread = feature + threadIdx.x % 128 / 32 * 16 + g;
 #pragma unroll
       for (int i = 0; i < ACC; i++) acc[0][i] = activated(acc[0][i], acc[1][i], of.gate);
-      if (feature + 64 > features)  // rows behind the last feature are no part of a group
+      if (feature + 64 > features)  // rows past the last feature are in no group
 #pragma unroll
         for (int i = 0; i < ACC; i++)
           if (of_thread + i % 4 / 2 * 8 >= features) acc[0][i] = 0.0f;
@@ -99,7 +99,7 @@ struct Epilogue {
     }
   }
 
-  // The two blocks of a cluster have one half of each group and tell each other their maxima.
+  // Each of the two blocks of a cluster has one half of each group; they send each other their maxima.
   __device__ void scale_tokens(const float (&acc)[ACC], const TileWalk& tile, const Destination& to) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = threadIdx.x;
 #pragma unroll

@@ -10,7 +10,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_rows(
   const int blocks = (vectors + THREADS - 1) / THREADS;
   const long long token = blockIdx.x / blocks;
   const int at = blockIdx.x % blocks * THREADS + threadIdx.x;
-  // the pairs' places and weights are older than the product that is waited for; see routes.cuh
+  // row_of_pair and weights are older than the product, so reading them needs no wait for it; see routes.cuh
   float weight[AT_ONCE];
   bool exists[AT_ONCE];
   auto load_pairs = [&](int from) {

@@ -1,9 +1,9 @@
-// Constants derived from the macros, whose table stands in grouped_gemm.cu.
+// Constants derived from the macros (grouped_gemm.cu has their table).
 //
-// A stage has 128 along K of two halves of weight rows, gates and ups of the same features or rows that
-// follow one another, and of tokens. A NARROW second product has one half, and 256 along K. With SWAP_AB
-// the MMA's rows are weights, 64 of a half for each consumer warpgroup, and its columns the tokens.
-// Without, its rows are tokens, 64 for each warpgroup, and its columns a half of the weights.
+// A stage has 128 along K of tokens and of two halves of weight rows: gates and ups of the same features,
+// or consecutive rows. A NARROW second product has one half, and 256 along K. With SWAP_AB the MMA's rows
+// are weights, 64 of a half for each consumer warpgroup, and its columns the tokens. Without, its rows are
+// tokens, 64 for each warpgroup, and its columns a half of the weights.
 
 constexpr int TILE_K = 128, CONSUMERS = 128 * WARPGROUPS, ACC = MMA_N / 2;
 constexpr int TILE_TOKENS = SWAP_AB ? MMA_N : 64 * WARPGROUPS, TOKENS = SWAP_AB ? MMA_N : 64;  // of a warpgroup
@@ -18,13 +18,13 @@ constexpr bool MOVE_REGISTERS = WARPGROUPS == 2 || GATHERS;
 constexpr int PRODUCER_THREADS = MOVE_REGISTERS ? 128 : 64, TOKEN_WARPS = GATHERS ? 3 : 1;  // warps that load tokens
 constexpr int PRODUCER_REGISTERS = GATHERS ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? 208 : GATHERS ? 232 : 240;  // no more than producers give
-// blocks of few tokens take turns, as their tiles take the same time
+// tiles of few tokens take the same time, so blocks take them in turn, not from a counter
 constexpr bool TAKES_TURNS = WARPGROUPS == 1;
-// partial sums: with two, the half that is promoted is not the half that is multiplied; with four, two
-// steps are in flight
-constexpr int PARTIALS = !SWAP_AB ? 1 : MMA_N <= 32 ? 4 : 2, LAST = PARTIALS - 1;
+// partial sums: with two, one half is promoted while the other is multiplied; with four, two steps are
+// in flight
+constexpr int PARTIALS = !SWAP_AB || MMA_N > 128 ? 1 : MMA_N <= 32 ? 4 : 2, LAST = PARTIALS - 1;
 
-// x by gates and ups, activated and quantized in groups.
+// Tokens by gates and ups, activated and quantized in groups.
 struct FirstProduct {
   static constexpr bool ACTIVATED = true, TOKEN_GROUPS = X_GROUPS, GATHERED = GATHERS;
   static constexpr int BIAS_KIND = BIAS_KIND_13, TILE_FEATURES = 128, HALVES = 2;
@@ -32,7 +32,7 @@ struct FirstProduct {
   static constexpr int COPIERS = SWAP_AB ? 128 : 32, LINES = SWAP_AB ? EPILOGUE_TOKENS : 16, VECTORS = SWAP_AB ? 4 : 8;
 };
 
-// That by the down weights, each row to the place of its pair.
+// The result of the first product by the down weights, each row stored to the row of its pair.
 struct SecondProduct {
   static constexpr bool ACTIVATED = false, TOKEN_GROUPS = H_GROUPS, GATHERED = false;
   static constexpr int BIAS_KIND = BIAS_KIND_2, HALVES = NARROW ? 1 : 2, TILE_FEATURES = HALVES * HALF_ROWS;
@@ -50,6 +50,6 @@ constexpr int EPILOGUE_BYTES = FIRST_BYTES > SECOND_BYTES ? FIRST_BYTES : SECOND
 static_assert(STAGES * STAGE_BYTES + WARPGROUPS * EPILOGUE_BYTES == SMEM_BYTES, "as the host counts");
 static_assert(TOKENS % EPILOGUE_TOKENS == 0, "whole turns");
 
-static_assert(MMA_N % 8 == 0 && MMA_N <= 128, "a thread scales one token");
+static_assert(MMA_N % 8 == 0 && MMA_N <= CONSUMERS, "a thread scales one token");
 static_assert(!FIRST || CLUSTER * HALF_ROWS == 128, "a cluster has the 128 features of a group");
 static_assert(!NARROW || (FIRST && SECOND && PARTIALS == 4), "few tokens alone are worth it");

@@ -1,6 +1,6 @@
-// The result of one token, from its activated gates and ups: a block computes 8 features for all pairs, and then some
-// more. Its first weights arrive while the kernel before it ends. Each warp quantizes the groups that it multiplies.
-// The macros stand in one_token.cuh.
+// The result of one token, from its activated gates and ups. A block computes 8 features for all pairs, then the 8
+// that are gridDim.x * 8 further on. Its first weights arrive while the previous kernel ends. Each warp quantizes the
+// groups that it multiplies. one_token.cuh lists the macros.
 
 constexpr int INNER_SPANS = (INNER + SPAN - 1) / SPAN;
 constexpr int ALL_SPANS = PAIRS * INNER_SPANS, SPANS_OF_WARP = (ALL_SPANS + DOWN_WARPS - 1) / DOWN_WARPS;
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS, DOWN_WARPS > 8 ? 2
     float min_scale, const u8* codes, const float* scale, const void* bias, int rows, int expert_stride,
     int row_stride, u16* y) {
   constexpr int FACTORS = WEIGHT_BLOCKS ? INNER_SPANS : ROWS;  // of a pair
-  extern __shared__ __align__(128) u8 weights[];  // rows of all pairs; then codes, scales and factors of these
+  extern __shared__ __align__(128) u8 weights[];  // rows of all pairs; then the pairs' codes, scales and factors
   u8* const quantized = weights + PAIRS * ROWS * INNER;
   float* const scales = (float*)(quantized + ALL_SPANS * SPAN);
   float* const factors = scales + ALL_SPANS;
@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS, DOWN_WARPS > 8 ? 2
     __syncwarp();
     if (of_lane >= 0) bulk_load(weights + lane * ROWS * INNER, w.row_of(of_lane, row), ROWS * INNER, shared(&arrived));
   };
-  // a thread loads one factor, which it stores when those before have been read
+  // a thread loads one factor, and stores it when the previous factors have been read
   static_assert(PAIRS * FACTORS <= 32 * DOWN_WARPS, "a factor for each thread");
   const auto factor_of_thread = [&](int row) {
     const int i = threadIdx.x, at = i % FACTORS, expert = __shfl_sync(~0u, of_lane, min(i / FACTORS, 31));

@@ -1,10 +1,10 @@
-// What both epilogues share: factors and biases, and the way to global memory.
+// Shared by both epilogues: factors and biases, and the copy to global memory.
 
-// Where features of the result lie among the rows of an expert's weight.
+// The place of a result's features among the rows of an expert's weight.
 struct Features {
   int count;   // I, or H
   int step;    // rows from feature to feature
-  int second;  // of gates and ups, rows from a gate to its up
+  int second;  // rows from a gate to its up, in the first product
   int rows;    // of an expert
 
   // The row of a half for a feature of the first half.
@@ -40,7 +40,7 @@ struct Factors {
   }
 };
 
-// Where results go.
+// The memory for results.
 struct Destination {
   void* y;  // codes [rows, I], or 16-bit numbers [pairs, H]
   float* scale;  // of codes: [groups, pitch], or one that is given
@@ -49,11 +49,11 @@ struct Destination {
   float min_scale;
 };
 
-// A product as the blocks compute it. Two maps: of the first half of a tile's weight rows, and of the second.
+// A product. It has two maps of weights, for the first and the second half of a tile's rows.
 template <typename Product>
 struct Operands {
   const TensorMap *first_map, *second_map, *token_map, *token_scale_map;
-  int map_rows, second_map_row;  // rows of a map: of an expert, and from the first half to the second
+  int map_rows, second_map_row;  // rows of an expert in a map, and rows from the first half to the second
   int k, w_tiles;
   Factors factors;
   Features features;
@@ -70,7 +70,7 @@ struct Operands {
   }
 };
 
-// The tokens of a warpgroup, copied while the MMAs run.
+// Scales and pairs of a warpgroup's tokens, copied while the MMAs run.
 struct TokenFacts {
   float scale[TOKENS];
   int pair[TOKENS];
@@ -85,7 +85,7 @@ struct TokenFacts {
   }
 };
 
-// Copies lines of a buffer to global memory: codes to their rows, numbers to their pairs.
+// Copies lines of a buffer to global memory: codes to their rows, 16-bit numbers to the rows of their pairs.
 template <typename Product>
 __device__ __forceinline__ void copy_lines(const u8* buffer, const TokenFacts& tokens, int row, int end,
                                            int from, int feature, int features, const Destination& to) {

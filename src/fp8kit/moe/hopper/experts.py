@@ -2,12 +2,13 @@
 
 Pairs of a token and an expert are sorted, and tokens are quantized into rows in that order
 (``pairs.cu``; many pairs are sorted by a kernel of their own). One grouped GEMM multiplies them by
-gates and ups, activates and quantizes; one multiplies the result and puts each row where its pair
-belongs (``grouped_gemm.cu``; for few pairs both are one kernel). The rows of each token are added
-in their order (``combine.cu``). One token has two kernels of its own (``one_token.py``).
+gates and ups, activates and quantizes. A second one multiplies the result by the down weights and
+writes each row to the place of its pair (``grouped_gemm.cu``; for few pairs both are one kernel).
+The rows of each token are added in their order (``combine.cu``). A single token has two kernels of
+its own (``one_token.py``).
 
 Nothing waits for the host. Rows of pairs have the dtype of the input. The bits of a token's result
-depend on nothing but the token, and on whether it is alone.
+depend on nothing but the token, and on whether it is the only one.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from fp8kit.moe.hopper.products import multiply
 from fp8kit.moe.hopper.source import PairsVariant, combine_source, pairs_source
 from fp8kit.moe.hopper.tile_config import (
     HALF,
+    LEAST_WIDE,
     MOST_EXPERTS,
     PAIRS_OF_BLOCK,
     SORT_CLUSTER,
@@ -59,11 +61,12 @@ from fp8kit.quantizers.scale_layout import pitch
 from fp8kit.runtime import cuda_launch, nvrtc
 
 _MOST_PAIRS = 2**21  # an expert's tiles of 64 are counted in 15 bits
-_CHECKED_TOKENS = 97  # more pairs than are few
-_CHECKED_FEW = 2  # whose pairs have narrow tiles
-# rows of a token that a thread loads together, by whether pairs are few: more hide latency, fewer
-# raise occupancy
+_CHECKED_TOKENS = 97  # so many that pairs are not few
+_CHECKED_FEW = 2  # so few that pairs have narrow tiles
+# rows of a token that a thread loads together, with few pairs and with many: more hide latency,
+# fewer raise occupancy
 _AT_ONCE = {True: 8, False: 2}
+_LONG = 4096  # K of a product beside which its epilogue is short
 _MOST_VECTORS = 8  # of 16 bytes of a token that a thread holds
 
 
@@ -76,15 +79,23 @@ def supports(problem: ExpertsProblem | GroupedProblem) -> str | None:
         return lacking
     if one_token.serves(problem):
         return self_check.failure(problem, one_token.experts, tokens=1)
-    return (
+    failure = (
         self_check.failure(problem, experts)
         or self_check.failure(problem, experts, _CHECKED_FEW)
         or self_check.failure(problem, _in_large_tiles, _CHECKED_TOKENS)
     )
+    each = problem.m * problem.top_k / problem.experts  # or less, as m is rounded up
+    if failure or not wide_tiles(problem) or each < LEAST_WIDE:
+        return failure
+    return self_check.failure(problem, _in_wide_tiles, _CHECKED_TOKENS)
 
 
 def _in_large_tiles(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
     return experts(operands, problem, choose(_MOST_PAIRS, 1))
+
+
+def _in_wide_tiles(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
+    return experts(operands, problem, choose(LEAST_WIDE, 1, wide_tiles=1))
 
 
 def _lacking(problem: ExpertsProblem) -> str | None:
@@ -126,13 +137,14 @@ def _lacking(problem: ExpertsProblem) -> str | None:
 def experts(
     operands: ExpertOperands, problem: ExpertsProblem, config: GroupedConfig | None = None
 ) -> Tensor:
-    """Compute a layer of experts; ``config`` is in place of the choice by the number of pairs."""
-    # copies, if any, are made first: behind that kernels start before their predecessors have ended
+    """Compute a layer of experts; ``config`` replaces the choice by the number of pairs."""
+    # copies, if any, come first: all later kernels start before their predecessors have ended
     operands = _loadable(operands)
     if config is None and one_token.serves(problem):
         return one_token.experts(operands, problem)
     x, pairs = operands.x, operands.ids.numel()
-    config = config or choose(pairs, problem.experts, _whole_blocks(problem))
+    chosen_by = (_whole_blocks(problem), wide_tiles(problem))
+    config = config or choose(pairs, problem.experts, *chosen_by)
     tiles = config.token_tiles(pairs, problem.experts)
     shape, given = (tiles * config.tokens, problem.hidden), operands.w13.input_scale
     with torch.cuda.device(x.device):
@@ -148,15 +160,15 @@ def experts(
             *multiply(call, rows, h, products),
             _sum(call, products, y),
         )
-        # Products may read routes before the kernel before them has ended: every block of the sort
-        # waits for what came before it, and only then lets the next kernel start.
+        # Products may read routes before the previous kernel has ended: every block of the sort
+        # waits for all earlier kernels, and only then lets the next kernel start.
         for kernel, blocks, arguments in launches:
             kernel.launch(blocks, arguments, overlap=True)
     return y
 
 
 def _loadable(operands: ExpertOperands) -> ExpertOperands:
-    """Return operands as the kernels load them; what already fits is not copied."""
+    """Return operands in layouts that the kernels load; those that already fit are not copied."""
     x = operands.x
     apart = x.shape[0] > 1 and x.stride(0) * x.element_size() % ALIGN
     x = x.contiguous() if x.stride(1) != 1 or x.data_ptr() % ALIGN or apart else x
@@ -171,18 +183,31 @@ def _loadable_weights(w: ExpertWeights) -> ExpertWeights:
     if not data.is_contiguous() or data.data_ptr() % ALIGN:
         data = data.clone(memory_format=torch.contiguous_format)
     bias = None if w.bias is None else w.bias.contiguous()
-    # one scale per tensor may be the same number for all experts, expanded
+    # a single scale per tensor may be one number, expanded to all experts
     scale = w.scale if w.scale.shape[1:] == (1, 1) else w.scale.contiguous()
     return ExpertWeights(data, scale, bias, w.input_scale)
 
 
 def _whole_blocks(problem: ExpertsProblem) -> bool:
-    """Return whether 128 gates, or ups, of a tile share the scale of one block."""
+    """Return whether the 128 gates of a tile, and its ups, each lie in one scale block."""
     return problem.w_group != BLOCK or not problem.intermediate % BLOCK.rows
 
 
+def wide_tiles(problem: ExpertsProblem) -> int:
+    """Return up to how many tiles an expert may have for tiles of 144 tokens to beat those of 128.
+
+    In the epilogue of the first product both warpgroups of such a tile wait for each other, which
+    only a long K hides.
+    """
+    if problem.w_group == BLOCK or problem.x_group == GROUP128:  # promotions take longer
+        return 0
+    if problem.hidden < _LONG:
+        return 0
+    return 2 if problem.intermediate >= _LONG else 1
+
+
 def _empty_sorted(pairs: int, rows: int, tiles: int, device: torch.device) -> Sorted:
-    # one allocation; tiles first, as they are read by 16 bytes
+    # one allocation; tiles come first, as they are read as 16-byte vectors
     whole = torch.empty(4 * tiles + pairs + rows + 3, dtype=torch.int32, device=device)
     listed, rest = whole[: 4 * tiles], whole[4 * tiles :]
     return Sorted(rest[:pairs], rest[pairs:-3], listed, rest[-3:])

@@ -1,5 +1,5 @@
-// The activated gates and ups of one token, in fp32: a block computes 8 features of a pair. It quantizes the token for
-// itself while its weights arrive. The macros stand in one_token.cuh.
+// The activated gates and ups of one token, in fp32. A block computes 8 features of a pair. It quantizes the token for
+// itself while its weights arrive. one_token.cuh lists the macros.
 
 constexpr int HIDDEN_SPANS = (HIDDEN + SPAN - 1) / SPAN;
 
@@ -7,7 +7,7 @@ extern "C" __global__ void __launch_bounds__(32 * GATE_WARPS) gates_and_ups(
     const void* ids, int id_bytes, int experts, const uint4* x, const float* given_scale, float min_scale,
     const u8* codes, const float* scale, const void* bias, int rows, int expert_stride, int row_stride, int step,
     int up_row, float limit, float alpha, float up_offset, float* h) {
-  extern __shared__ __align__(128) u8 weights[];  // of gates, then of ups; or they alternate
+  extern __shared__ __align__(128) u8 weights[];  // rows of gates, then of ups; or they alternate
   __shared__ __align__(16) u8 token[HIDDEN_SPANS * SPAN];
   __shared__ float factors[HIDDEN_SPANS], block_factors[2][WEIGHT_BLOCKS ? HIDDEN_SPANS : 1];
   __shared__ float sums[GATE_WARPS][2 * ROWS];
@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(32 * GATE_WARPS) gates_and_ups(
     barrier_init(shared(&arrived), 1);
     barrier_init_fence();
   }
-  // downs start when all blocks have waited: what is older than this kernel they read without a wait
+  // `downs` starts when all blocks have waited here, so it reads the results of earlier kernels without a wait
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
   const int expert = Routes{ids, id_bytes, PAIRS, experts}.expert(pair);
   if (expert < 0) return;
@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(32 * GATE_WARPS) gates_and_ups(
   }
   HeldToken<32 * GATE_WARPS> held;
   held.load(x, HIDDEN / EACH);
-  // a lane of the first warp has a gate, or an up, of the result
+  // in the first warp, a lane has one gate or one up
   const int of_lane = row + lane % ROWS * step + lane / ROWS % 2 * up_row;
   float factor = 1, added = 0;
   if (warp == 0) {

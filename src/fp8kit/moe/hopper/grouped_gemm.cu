@@ -1,7 +1,7 @@
 // Products of rows by the weights of their experts on Hopper: warp-specialized and persistent.
 //
 // First product: rows of x by gates and ups, activated and quantized in groups of 1x128.
-// Second product: rows of that by the down weights, stored where each pair belongs.
+// Second product: rows of that result by the down weights, stored to the rows of their pairs.
 //
 // A tile has tokens of one expert. Its rows past the expert's last one are multiplied, as no token depends
 // on another, and not stored. A stage holds 128 along K of two halves of weight rows, loaded from the
@@ -11,20 +11,21 @@
 // Pipeline: one producer warp loads weights and one loads tokens, by TMA into one ring; with GATHERS warps
 // copy each row of tokens by cp.async. A kernel starts before the previous one has ended (PDL), and the first
 // product then sorts few pairs into its tiles. Nothing is loaded into the ring before the wait for the
-// previous kernel: where several processes share a GPU, TMA loads that were in flight at a change of process
-// then raised an illegal instruction (docs/research/performance-log.md, "Weights wait too").
+// previous kernel: where several processes shared a GPU, TMA loads in flight at a change of process raised
+// an illegal instruction (docs/research/performance-log.md, "Weights wait too").
 //
-// Both products of few tokens are one kernel, in which the ring runs on: down weights are on their way
-// while the last rows of the first product are multiplied. A block counts itself in at each tile whose
-// rows it has stored, and whoever loads these rows waits for the count. All blocks are resident, which
-// a cooperative launch guarantees, and none waits before it has stored its own rows.
+// With few tokens one kernel runs both products, and the ring continues from one to the other: down weights
+// are loaded while the last rows of the first product are multiplied. A block counts itself in at each tile
+// whose rows it has stored, and the warp that loads these rows waits for the count. All blocks are resident,
+// which a cooperative launch guarantees, and none waits before it has stored its own rows.
 //
 // Main loop: as in the dense GEMM, each K step of 128 starts from zero and is promoted to fp32 registers.
-// With SWAP_AB the half that is promoted is not the half that is multiplied; of 32 tokens or fewer, the
-// MMAs of two steps are in flight. Without, there are registers for one partial sum, and one
+// With SWAP_AB one half is promoted while the other is multiplied; with at most 32 tokens, the MMAs of two
+// steps are in flight. Without, or with 144 tokens, there are registers for only one partial sum, and one
 // warpgroup promotes while the other multiplies.
 //
-// Schedule: see scheduler.cuh. Tiles of many tokens are taken from a counter. Sums along K are never split, so the bits of a row depend on nothing else.
+// Schedule: see scheduler.cuh. Blocks take tiles of many tokens from a counter. Sums along K are never
+// split, so the bits of a row depend on nothing else.
 //
 // Parts, in the order of compilation: quantizers/encode.cuh, config.cuh, matmul/hopper/barriers.cuh,
 // matmul/hopper/ptx.cuh, matmul/hopper/pipeline.cuh, routes.cuh, tiles.cuh, scheduler.cuh,
@@ -105,7 +106,7 @@ __device__ __forceinline__ void load_weights(const Operands<Product>& of, TileWa
   }
 }
 
-// stored_parts: of the tile's rows; 0 if an earlier kernel has stored them.
+// stored_parts: in how many parts blocks store a tile's rows; 0 if an earlier kernel has stored them.
 template <typename Product>
 __device__ __forceinline__ void load_tokens(const Operands<Product>& of, TileWalk tile, const Ring& ring,
                                             const TokenTile* listed, int stored_parts, const TileQueue& queue,
@@ -135,7 +136,7 @@ __device__ __forceinline__ void load_tokens(const Operands<Product>& of, TileWal
   }
 }
 
-// Copies the rows of pairs from tokens that lie once, in the order of the MMA's swizzle. A warp copies every
+// Copies the rows of pairs from tokens that are stored once, in the MMA's swizzle. A warp copies every
 // TOKEN_WARPS-th stage, a lane 16 bytes of every fourth row. TMA would take 18 cycles for a row.
 template <typename Product>
 __device__ __forceinline__ void gather_tokens(const Operands<Product>& of, TileWalk tile, const Ring& ring,
@@ -143,7 +144,7 @@ __device__ __forceinline__ void gather_tokens(const Operands<Product>& of, TileW
                                               const TileQueue& queue) {
   const int lane = threadIdx.x % 32, row = lane / 8, vector = lane % 8;
   const u32 place = ring.x + row * TILE_K + (vector ^ row) * 16;  // four rows further, bit 6 differs
-  constexpr int TOGETHER = TILE_TOKENS % 16 == 0 ? 4 : 2;  // rows of a lane whose places are on their way
+  constexpr int TOGETHER = TILE_TOKENS % 16 == 0 ? 4 : 2;  // rows of a lane whose places are loaded together
   const int steps = of.steps(), vectors = of.k / 16;
   Stage<TileQueue::SLOTS> slot;
   Stage<STAGES> next;
@@ -179,7 +180,7 @@ __device__ __forceinline__ void gather_tokens(const Operands<Product>& of, TileW
   }
 }
 
-// Multiplies tiles, and calls stored(tile) behind each. `now` is the stage to multiply, `done` the one to promote.
+// Multiplies tiles, and calls stored(tile) after each. `now` is the stage to multiply, `done` the one to promote.
 template <typename Product, typename Done>
 __device__ __forceinline__ void multiply_tiles(const Operands<Product>& of, TileWalk tile, const Ring& ring,
                                                int warpgroup, int feature_of_block, Epilogue<Product>& epilogue,
@@ -191,7 +192,7 @@ __device__ __forceinline__ void multiply_tiles(const Operands<Product>& of, Tile
   const u32 x_tiles_at = descriptor_low(ring.x) + (SWAP_AB ? 0 : warpgroup * (64 * TILE_K / 16));
   float acc[2][ACC], partial[PARTIALS][ACC];
   Stage<TileQueue::SLOTS> slot;
-  // warpgroups that share nothing work apart, so that one runs MMAs while another runs its epilogue
+  // skews warpgroups that do not wait for each other, so that one runs MMAs while another runs its epilogue
   if (!(SWAP_AB && Product::ACTIVATED) && warpgroup > 0 && steps > STAGES / 2 && tile.more())
     barrier_wait(ring.full[STAGES / 2], 0);
   for (; tile.more(); TAKES_TURNS ? tile.next() : tile.go_to(queue.hear(slot))) {
@@ -401,8 +402,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
   const TileWalk up_tiles(listed, count, w13_tiles, BAND, cluster, clusters);
 #endif
 #if FIRST && SECOND
-  // In the last round of the first product some clusters have no tile. As many bytes as one is, they load
-  // of the down weights instead.
+  // In the last round of the first product some clusters have no tile. They load as many bytes of the
+  // down weights instead.
   const int row_parts = w13_tiles * CLUSTER;
   auto down_tiles = [&] {
     const int busy = up_tiles.total % clusters, rounds = (hidden + w2_k / 2) / w2_k * (2 / SecondProduct::HALVES);
@@ -426,7 +427,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
 #endif
       return;
     }
-    // With one tile for each block the next kernel finds room while this one loads, and would delay it.
+    // With one tile per block, the next kernel would find room on the SMs while this one still loads, and
+    // delay it.
     auto launch_dependents = [] { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); };
 #if FIRST
     if (!SECOND && up_tiles.total > up_tiles.stride) launch_dependents();
@@ -447,7 +449,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
   }
 
   if (MOVE_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-  // the other block's barrier is there before maxima are sent to it
+  // the peer must have initialised its barrier before maxima are sent to it
   if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
   const int warpgroup = warp / 4;
   u8* const buffer = smem + STAGES * STAGE_BYTES + warpgroup * EPILOGUE_BYTES;

@@ -1,4 +1,4 @@
-"""What the launches of a layer of experts share: operands, where pairs lie, and rows of codes."""
+"""The data that the launches of a layer of experts share: operands, sorted pairs, rows of codes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fp8kit.moe.problem import ExpertOperands, ExpertsProblem, ExpertWeights
 from fp8kit.runtime import cuda_launch
 
 SCALES = {ROW: 0, GROUP128: 1, TENSOR: 2}  # of tokens, as ``token.cuh`` counts them
-# times that a product copies rows of tokens in large tiles, rather than reads rows copied before it
+# in large tiles, a product copies a row of a token so many times at most; else the quantizer does
 _MOST_GATHERED = 4
 
 
 class Sorted(NamedTuple):
-    """Where pairs lie, and the tiles of tokens, as ``tiles.cuh`` reads them; all int32.
+    """The rows of sorted pairs, and the tiles of tokens that ``tiles.cuh`` defines; all int32.
 
-    ``row_of_pair [M * k]`` is -1 for a pair of no expert, ``pair_of_row`` is ``[rows]``, ``tiles``
-    is ``[4 * tiles]``.
+    ``row_of_pair [M * k]`` is -1 for a pair without an expert, ``pair_of_row`` is ``[rows]``,
+    ``tiles`` is ``[4 * tiles]``.
     """
 
     row_of_pair: Tensor
@@ -33,7 +33,7 @@ class Sorted(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Codes of rows or tokens; scales of rows, of their groups (rows adjacent), or one of all."""
+    """Codes of rows or tokens; scales per row, per group (``[groups, rows]``), or a single one."""
 
     codes: Tensor
     scale: Tensor
@@ -41,7 +41,7 @@ class Rows(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What all launches of a layer share."""
+    """The call of a layer, which all its launches share."""
 
     operands: ExpertOperands
     problem: ExpertsProblem
@@ -63,13 +63,13 @@ def few(call: Call) -> bool:
 
 
 def gathers(call: Call) -> bool:
-    """Return whether the first product gathers the rows of pairs from tokens, which lie once.
+    """Return whether the first product gathers the rows of pairs from tokens that are stored once.
 
-    It copies a row for each 128 of I. In tiles whose MMAs take all the time, the copies slow them.
+    A gather copies a row for each 128 of I, which slows large tiles, whose time is that of MMAs.
     """
     if few(call):
         return False
-    return call.config.swap_ab or call.problem.intermediate <= _MOST_GATHERED * GROUP128.cols
+    return call.config.copies_rows or call.problem.intermediate <= _MOST_GATHERED * GROUP128.cols
 
 
 def row_pitch(rows: Rows) -> int:
@@ -78,7 +78,7 @@ def row_pitch(rows: Rows) -> int:
 
 
 def layer_variant(operands: ExpertOperands, problem: ExpertsProblem) -> LayerVariant:
-    """Return what the kernels of both products are compiled for."""
+    """Return the settings that the kernels of both products are compiled for."""
     act, (w13, w2) = problem.activation, (operands.w13, operands.w2)
     return LayerVariant(
         problem.w_group == BLOCK, problem.static_intermediate, act.kind == "gelu_tanh",

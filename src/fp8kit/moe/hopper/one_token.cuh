@@ -1,4 +1,4 @@
-// Experts of one token, as dot products of weight rows: what gates_and_ups.cu and downs.cu share.
+// Shared by gates_and_ups.cu and downs.cu, which compute the experts of one token as dot products.
 //
 //   macro           unit        meaning
 //   HIDDEN          features    of the token and the result
@@ -40,9 +40,9 @@ struct Weights {
   }
 };
 
-// Sums of two rows over half a span, which a lane holds: of rows lane / 8 and lane / 8 + 4. The halves are neighbouring
-// rows of A, and even and odd columns of B; what either has with the other's columns is not read. K is permuted alike
-// in both.
+// A lane's dot products over half a span: those of rows lane / 8 and lane / 8 + 4. The two halves of a span are
+// neighbouring rows of A, and even and odd columns of B; products of one half with the other are not read. K is
+// permuted alike in A and B.
 __device__ __forceinline__ float2 dot(const u8* rows, int pitch, bool inside, const u8* codes) {
   const int lane = threadIdx.x % 32, at = lane % 8 * 16;
   const uint4 zero = make_uint4(0, 0, 0, 0), x = inside ? *(const uint4*)(codes + at) : zero;
@@ -60,7 +60,7 @@ __device__ __forceinline__ float2 dot(const u8* rows, int pitch, bool inside, co
   return lane & 4 ? make_float2(sum[1], sum[3]) : make_float2(sum[0], sum[2]);
 }
 
-// Writes the sums of a warp's rows.
+// Adds both halves of a warp's dot products and writes the sum of each row.
 __device__ __forceinline__ void put_rows(float2 total, float* sums) {
   total.x += __shfl_xor_sync(~0u, total.x, 4);
   total.y += __shfl_xor_sync(~0u, total.y, 4);

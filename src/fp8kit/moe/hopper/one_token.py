@@ -1,8 +1,8 @@
 """A layer of experts of one token: two kernels of dot products.
 
-``gates_and_ups.cu`` stores activated values, and ``downs.cu`` the result. One token reads the
-weights of its experts once and multiplies little, so what tiles of tokens need, their sort, a
-quantizer and the sum of rows, is a good part of the time.
+``gates_and_ups.cu`` stores activated values, and ``downs.cu`` the result. A single token reads the
+weights of its experts once and multiplies little, so the sort, the quantizer and the sum of rows,
+which tiles of tokens need, would take a good part of the time.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from fp8kit.moe.hopper.tile_config import GROUP, SMEM, VECTOR
 from fp8kit.moe.problem import ExpertOperands, ExpertsProblem, ExpertWeights
 from fp8kit.runtime import cuda_launch
 
-_ROWS = 8  # of weights in a block, which is as many features
+_ROWS = 8  # weight rows of a block, which computes as many features
 _GATE_WARPS, _MOST_DOWN_WARPS = 4, 16
-_MOST_PAIRS = 32  # that lanes of a warp hold
+_MOST_PAIRS = 32  # one for each lane of a warp
 _STATIC_SMEM = 2048  # of a block, in bytes, beside the codes of the token
 
 
 def serves(problem: ExpertsProblem) -> bool:
-    """Return whether a layer is one token's, and small enough to gain by kernels of its own.
+    """Return whether a layer has one token, and is so small that these kernels are faster.
 
-    The weights of a block lie in shared memory. Where two blocks of down weights do not fit into an
-    SM, a ring of stages is faster. Bits differ from those of the same token among others.
+    The weights of a block are in shared memory. Where two blocks of down weights do not fit into an
+    SM, a ring of stages is faster. The bits differ from those of the same token among others.
     """
     if problem.m != 1 or problem.batch_invariant or problem.top_k > _MOST_PAIRS:
         return False
@@ -41,13 +41,13 @@ def serves(problem: ExpertsProblem) -> bool:
 
 
 def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
-    """Compute a layer of experts of one token; operands lie as the kernels load them."""
+    """Compute a layer of experts for one token; operands have the layouts that kernels load."""
     x, ids, built = operands.x, operands.ids, variant(operands, problem)
     with torch.cuda.device(x.device):
         h = x.new_empty(ids.numel(), problem.intermediate, dtype=torch.float32)
         y = x.new_empty(x.shape)
-        # the second kernel reads routes and weights before the first has ended: every block of that
-        # waits for what came before it, and only then lets the next kernel start
+        # the second kernel reads routes and weights before the first has ended: every block of the
+        # first waits for all earlier kernels, and only then lets the second start
         for kernel, blocks, arguments in (
             _gates_and_ups(operands, problem, built, h),
             _downs(operands, problem, built, h, y),
@@ -101,7 +101,7 @@ def _weights(w: ExpertWeights, problem: ExpertsProblem) -> list[Any]:
 
 
 def variant(operands: ExpertOperands, problem: ExpertsProblem) -> OneTokenVariant:
-    """Return what both kernels are compiled for."""
+    """Return the settings that both kernels are compiled for."""
     assert problem.x_group is not None
     padded = round_up(problem.hidden, GROUP)
     return OneTokenVariant(
@@ -112,12 +112,12 @@ def variant(operands: ExpertOperands, problem: ExpertsProblem) -> OneTokenVarian
 
 
 def _groups(problem: ExpertsProblem) -> int:
-    """Return the groups of the intermediate of all pairs."""
+    """Return the number of groups of the intermediate, over all pairs."""
     return problem.top_k * -(-problem.intermediate // GROUP)
 
 
 def _down_warps(problem: ExpertsProblem) -> int:
-    # a warp with one group alone ends before it has hidden any latency
+    # a warp with only one group ends before it has hidden any latency
     return min(_MOST_DOWN_WARPS, -(-_groups(problem) // 2))
 
 
@@ -127,7 +127,7 @@ def gate_bytes(problem: ExpertsProblem) -> int:
 
 
 def down_bytes(problem: ExpertsProblem) -> int:
-    """Return that of the second: weights, codes and scales of the intermediate, and factors."""
+    """Return that of the second: weights, the intermediate's codes and scales, and factors."""
     groups, rows = _groups(problem), problem.top_k * _ROWS
     factors = groups if problem.w_group == BLOCK else rows
     return rows * problem.intermediate + groups * (GROUP + 4) + 4 * factors

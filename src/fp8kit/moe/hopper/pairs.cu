@@ -1,10 +1,10 @@
 // Sorts pairs of a token and an expert into tiles, and quantizes tokens into the rows of their pairs.
 //
-// Few pairs are sorted by each block for itself, which then quantizes one token. Many are sorted by a
-// cluster that counts: each warp counts the experts of a stretch of pairs, prefix sums over all warps of
-// all blocks give it a first row for each expert, then it walks its stretch again. The kernel behind it
-// quantizes at the same time, and waits for the sort before it stores: codes, or scales alone if it writes
-// each token once, for a product that gathers the rows of its pairs. Both sorts are stable.
+// Few pairs are sorted by each block for itself, which then quantizes one token. Many are sorted by one
+// cluster: each warp counts the experts of a stretch of pairs, prefix sums over all warps of all blocks
+// give it a first row for each expert, then it walks its stretch again. The next kernel quantizes at the
+// same time. It waits for the sort before it stores codes; where codes are written once per token, for a
+// product that gathers the rows of its pairs, only before it stores scales. Both sorts are stable.
 //
 //   macro           unit         meaning
 //   THREADS         threads      of a block
@@ -39,7 +39,7 @@ __device__ __forceinline__ void sort_many(const Routes& routes, u32* counts, Tok
   u32* const of_block = counts + WARPS * experts;  // rows of each expert
   for (int i = threadIdx.x; i < WARPS * experts; i += THREADS) counts[i] = 0;
   __syncthreads();
-  int loaded[LOADS];  // several loads in flight: a warp has little else to wait with
+  int loaded[LOADS];  // several loads in flight: a warp has no other work to hide their latency
   auto load = [&](int from) {
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
@@ -101,7 +101,7 @@ __device__ __forceinline__ void sort_many(const Routes& routes, u32* counts, Tok
   }
   cluster_barrier();  // no block leaves while another reads its counts
   for (int from = begin; from < end; from += 32 * LOADS) {
-    if (stretch > 32 * LOADS) load(from);  // else they are held
+    if (stretch > 32 * LOADS) load(from);  // else they are still in registers
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
       if (from + i * 32 < end) {
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_and_quantize(
   __shared__ u32 maxima[THREADS / 32];
   const int token = blockIdx.x;
   [[maybe_unused]] const Routes routes = {ids, id_bytes, pairs, experts};
-  // beside a sort that has waited for what is older
+  // without SORTS this runs beside the sort, which has waited for all earlier kernels
   if (SORTS) asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   HeldToken<THREADS> held;

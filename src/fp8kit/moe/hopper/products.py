@@ -30,9 +30,9 @@ from fp8kit.runtime import cuda_launch
 
 
 def multiply(call: Call, rows: Rows, h: Rows, products: Tensor) -> list[Launch]:
-    """Multiply by gates and ups, activate, quantize, and multiply by the down weights.
+    """Return the launches of both products, with the activation and quantization between them.
 
-    ``h`` takes the intermediate, and ``products`` the rows of pairs, ``[M * k, H]``.
+    They write the intermediate to ``h``, and the rows of pairs, ``[M * k, H]``, to ``products``.
     """
     if call.config.one_kernel and few(call):
         return [_product(call, rows, h, products, Products.BOTH)]
@@ -66,10 +66,10 @@ def _product(call: Call, rows: Rows, h: Rows, products: Tensor, which: Products)
 
 
 def _first_product(call: Call, rows: Rows, h: Rows) -> list[Any]:
-    """Return what the kernel reads of the gates and ups, and where it puts the result."""
+    """Return the arguments of the first product: tokens, gates and ups, and its result."""
     (_, w, *_), problem, config, _ = call
     act, inner = problem.activation, problem.intermediate
-    # a gate and its up are neighbours, in two maps of every other row; or all gates come first
+    # gates and ups alternate, so that each of two maps has every other row; or all gates come first
     step, up_row, up_map_row = (2, 1, 0) if act.interleaved else (1, inner, inner)
     return [
         *_operands(call, w, rows, step, up_map_row, -(-inner // config.features(Products.FIRST))),
@@ -86,7 +86,7 @@ def _first_product(call: Call, rows: Rows, h: Rows) -> list[Any]:
 
 
 def _second_product(call: Call, h: Rows, products: Tensor) -> list[Any]:
-    """Return what the kernel reads of the down weights, and where each row of a pair belongs."""
+    """Return the arguments of the second product: rows, down weights, and its result by pair."""
     (_, _, w, *_), problem, config, found = call
     features = config.features(Products.SECOND)
     return [
@@ -101,8 +101,8 @@ def _operands(
 ) -> list[Any]:
     """Return maps, factors and biases of a product.
 
-    ``step`` counts rows of an expert from feature to feature, ``second_map_row`` rows of a map from
-    the first half of a tile to the second, and ``tiles`` those of the rows of an expert.
+    An expert's features are ``step`` rows apart; ``second_map_row`` is the distance in rows of a
+    map from the first half of a tile to the second; ``tiles`` cover the features of an expert.
     """
     _, n, k = w.data.shape
     return [
@@ -118,10 +118,10 @@ def _operands(
 
 
 def weight_maps(data: Tensor, step: int, config: GroupedConfig) -> tuple[Any, Any]:
-    """Describe the rows of both halves of a stage: every ``step``-th of all experts.
+    """Describe the weight rows of both halves of a stage: every ``step``-th row of all experts.
 
-    Codes are ``[E, N, K]``; ``step`` is 2 if gates and ups are neighbours, and each half has one of
-    them.
+    Codes are ``[E, N, K]``; ``step`` is 2 if gates and ups alternate: then one half has the gates,
+    the other the ups.
     """
     (count, rows, k), address = data.shape, data.data_ptr()
     shape = (count * rows // step, k, step * k, config.half_rows, TILE_K)
@@ -130,7 +130,7 @@ def weight_maps(data: Tensor, step: int, config: GroupedConfig) -> tuple[Any, An
 
 
 def _row_maps(rows: Rows, config: GroupedConfig) -> tuple[Any, Any]:
-    """Describe rows and the scales of their groups; without groups the second map is not read."""
+    """Return the maps of rows and of their scales; the latter is read only for scales of groups."""
     count, k = rows.codes.shape
     codes = cuda_launch.byte_tile_map(rows.codes.data_ptr(), count, k, k, config.tokens, TILE_K)
     if rows.group != GROUP128:

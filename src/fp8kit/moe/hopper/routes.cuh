@@ -1,7 +1,7 @@
 // The experts of pairs, as the router has chosen them.
 //
-// What is read before the wait for the previous kernel is read from L2: lines of L1 may be those of an
-// earlier kernel that used the same memory.
+// Reads before the wait for the previous kernel go to L2: a line in L1 may be stale, from an earlier
+// kernel that used the same memory.
 
 struct Routes {
   const void* ids;

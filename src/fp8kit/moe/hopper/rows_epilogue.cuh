@@ -1,4 +1,4 @@
-// The epilogue where tokens are the MMA's rows: a warp has whole groups, and copies its own lines.
+// The epilogue where tokens are the MMA's rows: a warp has whole groups, and copies only its own lines.
 //
 // Accumulator i of a thread: token i % 4 / 2 * 8 + g of its warp's 16, feature i / 4 * 8 + q * 2 + i % 2.
 
@@ -7,7 +7,7 @@ struct SharedFacts {
   float weight[WARPGROUPS][2][MMA_N], bias[WARPGROUPS][2][MMA_N];  // by half
 };
 
-// Adds a partial sum by the scales of its tokens. Returns a value that depends on what was read.
+// Adds a partial sum times the scales of its tokens. Returns a value that depends on the scales read.
 __device__ __forceinline__ u32 add_scaled(float (&acc)[ACC], const float (&sum)[ACC], u32 scales, float w) {
   float factor[2];
 #pragma unroll
@@ -34,7 +34,7 @@ struct Epilogue {
     return {facts, buffer + threadIdx.x % 128 / 32 * BUFFER_BYTES<Product>};
   }
 
-  // Loads what the tile needs, so that nothing waits for memory behind the MMAs.
+  // Loads factors and biases of the tile early, so that nothing waits for memory after the MMAs.
   __device__ void load(const TileWalk& tile, const Operands<Product>& of, int feature) {
     const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
     facts.tokens[warpgroup].template load<Product>(tile.row + warpgroup * 64, tile.end, of.factors, of.to.pair_of_row);
@@ -69,7 +69,7 @@ struct Epilogue {
     if constexpr (Product::ACTIVATED) {
 #pragma unroll
       for (int i = 0; i < ACC; i++) acc[0][i] = activated(acc[0][i], acc[1][i], of.gate);
-      if (feature + MMA_N > features)  // rows behind the last feature are no part of a group
+      if (feature + MMA_N > features)  // rows past the last feature are in no group
 #pragma unroll
         for (int i = 0; i < ACC; i++)
           if (feature + i / 4 * 8 + q * 2 + i % 2 >= features) acc[0][i] = 0.0f;

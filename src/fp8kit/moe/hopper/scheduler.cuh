@@ -1,9 +1,9 @@
-// The order in which blocks take tiles, and what one waits for.
+// The order in which blocks take tiles, and how they wait for rows of the first product.
 
-// Walks over (token tile, weight tile). All weights of an expert pass a band of its token tiles, then
-// the next band, so that what a band reads stays in L2. Blocks that have less else to do come first in
-// the order, and take some tiles by themselves before all take turns. With TAKES_TURNS 0, whoever is
-// done takes the next tile: see TileQueue.
+// Walks over (token tile, weight tile). A band of an expert's token tiles meets all weights of the expert,
+// then the next band does, so that the operands of a band stay in L2. Blocks with less other work come
+// first in the order, and take some tiles by themselves before all blocks take turns. With TAKES_TURNS 0,
+// a block that is done takes the next tile: see TileQueue.
 struct TileWalk {
   const TokenTile* tiles;
   int w_tiles, band_tiles, order, early, early_stride, stride, total, at;
@@ -22,7 +22,7 @@ struct TileWalk {
     at = tile;
     locate();
   }
-  // What other warps of the block need of the tile; `total` ends their walk.
+  // The facts of the tile for other warps of the block; w = -1 ends their walk.
   __device__ int4 packed() const { return {expert, row, end, more() ? w : -1}; }
   __device__ void go_to(const int4& tile) {
     expert = tile.x, row = tile.y, end = tile.z, w = tile.w;
@@ -53,8 +53,8 @@ struct TileWalk {
   }
 };
 
-// The tile that a block takes after the present one. The warp that loads weights takes it from a counter
-// that all blocks share, as tiles differ in their time, finds it in the list, and tells the others.
+// The tile that a block takes after the present one. As tiles differ in their time, the warp that loads
+// weights takes it from a counter that all blocks share, looks it up, and tells the other warps.
 struct TileQueue {
   static constexpr int SLOTS = 2, READERS = TOKEN_WARPS + 4 * WARPGROUPS;  // warps
   Barriers told, read;
@@ -80,7 +80,7 @@ struct TileQueue {
   }
 };
 
-// Counts a part of a tile's rows that all consumers of this block have stored.
+// Counts that all consumers of this block have stored their part of a tile's rows.
 __device__ __forceinline__ void count_stored(TokenTile* tile) {
   asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA will read what these threads stored
   asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");

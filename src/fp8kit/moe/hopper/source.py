@@ -23,7 +23,7 @@ _BEFORE = (
     "moe/hopper/activation.cuh",
     "moe/hopper/epilogue.cuh",
 )
-# what kernels know by the same names, in capitals
+# fields that are macros of the same names, in capitals
 _OF_CONFIG = (
     "swap_ab mma_n warpgroups epilogue_tokens blocks_per_sm band pipelined_steps narrow".split()
 )
@@ -32,10 +32,10 @@ KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}  # dtype tags 
 
 
 class LayerVariant(NamedTuple):
-    """What the kernels of a layer's products are compiled for, however many tokens there are.
+    """What the kernels of a layer's products are compiled for, whatever the number of tokens.
 
-    ``given_scale``: the result of the first has a static one. ``gelu``, by tanh, stands for SiLU.
-    The ``dtype`` is that of the second product's result, of a bias that is not there float32.
+    ``given_scale``: the first product's result has a static scale. ``gelu``: GELU by tanh replaces
+    SiLU. ``dtype`` is that of the second product's result; a missing bias counts as float32.
     """
 
     weight_blocks: bool
@@ -46,7 +46,7 @@ class LayerVariant(NamedTuple):
     bias_dtypes: tuple[torch.dtype, torch.dtype]
 
     def macros(self) -> dict[str, int]:
-        """Return it as the kernels read it."""
+        """Return the macros of the kernels."""
         return {
             **_named(self, ("weight_blocks", "given_scale", "gelu", "limited")),
             "BIAS_KIND_13": KINDS[self.bias_dtypes[0]],
@@ -56,10 +56,11 @@ class LayerVariant(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What a grouped GEMM is compiled for beside its tile configuration.
+    """What a grouped GEMM is compiled for besides its tile configuration.
 
-    It ``lists`` few pairs itself, and its first product ``gathers`` the rows of pairs from tokens.
-    ``x_groups`` and ``h_groups``: rows of the first and second product have a scale per 128 of K.
+    With ``lists`` it sorts few pairs itself; with ``gathers`` its first product gathers the rows of
+    pairs from tokens. ``x_groups`` and ``h_groups``: the rows that the first and the second product
+    multiply have a scale per 128 of K.
     """
 
     products: Products
@@ -79,10 +80,10 @@ class Variant(NamedTuple):
 class PairsVariant(NamedTuple):
     """What the kernel that sorts pairs and quantizes tokens is compiled for.
 
-    ``sorts`` is 1 for few pairs, 2 for many, which a ``cluster`` sorts together, 0 if they are
-    sorted. Each block ``quantizes`` a token, of which a thread holds ``vectors`` of 16 bytes;
-    ``gathered`` codes are written once, not to the rows of pairs. ``scales`` is 0 for one per row,
-    1 per 1x128 group, 2 for a given one.
+    ``sorts`` is 1 for few pairs, 2 for many, which the blocks of a ``cluster`` sort together, 0 if
+    they are sorted already. With ``quantizes`` each block quantizes a token, of which a thread
+    holds ``vectors`` of 16 bytes; ``gathered`` codes are written once, not to the rows of pairs.
+    ``scales`` is 0 for one scale per row, 1 for one per 1x128 group, 2 for a given one.
     """
 
     threads: int

@@ -1,4 +1,4 @@
-"""A tile configuration of the grouped GEMMs, and its choice; no GPU is needed to ask."""
+"""A tile configuration of the grouped GEMMs, and its choice, which needs no GPU."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from dataclasses import dataclass
 from fp8kit.matmul.hopper.tile_config import TILE_K, round_up
 
 HALF = 64  # weight rows of a consumer warpgroup, in each half of a tile
-FEW_PAIRS = 128  # that each block sorts for itself
-PAIRS_OF_BLOCK = 2048  # that one block sorts
-SORT_THREADS, THREADS = 1024, 256  # of a block that sorts many pairs, and of those beside products
-SORT_CLUSTER = 8  # blocks that sort more pairs than one does
-VECTOR = 8  # values of 16 bytes
+FEW_PAIRS = 128  # up to so many pairs, each block sorts all for itself
+PAIRS_OF_BLOCK = 2048  # up to so many pairs, one block sorts all
+SORT_THREADS, THREADS = 1024, 256  # of a block that sorts many pairs; that quantizes or adds rows
+SORT_CLUSTER = 8  # blocks that together sort more pairs than that
+VECTOR = 8  # values in 16 bytes
 MOST_EXPERTS = 1024
 GROUP = 128  # features that one scale of the intermediate covers
-SMEM = 227 * 1024  # of an SM, in bytes, without what the system takes of one block
-_SYSTEM_SMEM = 1024  # of each block more
+SMEM = 227 * 1024  # of an SM, in bytes, less what the system takes for one block
+_SYSTEM_SMEM = 1024  # of each further block
 _MOST_STAGES = 16
-_BAND_TOKENS = 1024  # whose codes stay in L2 while all weights of an expert pass
-_NARROW_PAIRS = 4  # with wider tiles the second product of so few leaves SMs without work
-_MANY = 128  # tokens of a tile that are the MMA's rows
-# tokens of a tile, by how many an expert has on average: most experts fill one tile at most
+_BAND_TOKENS = 1024  # tokens whose codes stay in L2 while all weights of an expert are read
+_NARROW_PAIRS = 4  # up to so many pairs, wide tiles of the second product would leave SMs idle
+_MANY = 128  # in a tile of so many tokens, tokens are the MMA's rows
+_WIDE = 144  # the most columns of the MMA whose sums and one partial sum fit the registers
+_WIDE_REACH = 8  # tokens around a multiple of _MANY, where half of the experts need one more tile
+LEAST_WIDE = _MANY - _WIDE_REACH  # tokens of an expert from which on tiles of _WIDE are chosen
+# (tokens of an expert on average, at most; tokens of a tile): most experts need one tile at most
 _TOKENS = ((3.0, 8), (10.0, 16), (20.0, 32), (36.0, 48), (56.0, 64), (72.0, 80))
 
 
@@ -36,7 +39,7 @@ class Products(enum.IntFlag):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedConfig:
-    """A configuration of both grouped GEMMs, for tiles of 8, 16, 32, 48, 64, 80 or 128 tokens.
+    """A configuration of both grouped GEMMs, for tiles of 8, 16, 32, 48, 64, 80, 128 or 144 tokens.
 
     A block has 1 or 2 ``warpgroups`` of consumers, each with 64 rows of both halves of a tile.
     ``narrow`` tiles of the second product have one half of weight rows, and twice as much of K.
@@ -50,7 +53,7 @@ class GroupedConfig:
     @property
     def swap_ab(self) -> bool:
         """Whether tokens are the MMA's columns."""
-        return self.tokens < _MANY
+        return self.tokens != _MANY
 
     @property
     def half_rows(self) -> int:
@@ -65,12 +68,19 @@ class GroupedConfig:
     @property
     def pipelined_steps(self) -> int:
         """K steps whose promotions overlap the next MMA."""
-        return 2 if self.swap_ab else 1
+        return 2 if self.tokens < _MANY else 1
 
     @property
     def epilogue_tokens(self) -> int:
-        """Tokens whose codes a warpgroup moves to global memory at once: whole turns of a tile."""
-        return 16 if HALF < self.tokens < _MANY else min(self.tokens, HALF)
+        """Tokens whose codes a warpgroup moves to global memory at once; they divide a tile."""
+        if self.tokens > HALF and self.swap_ab:
+            return 48 if self.tokens == _WIDE else 16
+        return min(self.tokens, HALF)
+
+    @property
+    def copies_rows(self) -> bool:
+        """Whether MMAs leave time to gather the rows of pairs from tokens."""
+        return self.tokens < _MANY
 
     @property
     def one_kernel(self) -> bool:
@@ -79,7 +89,7 @@ class GroupedConfig:
 
     @property
     def band(self) -> int:
-        """Tiles of tokens that all weights of an expert pass together."""
+        """Tiles of tokens that meet all weights of an expert before the next tiles do."""
         return _BAND_TOKENS // self.tokens
 
     def threads(self, gathers: bool) -> int:
@@ -87,7 +97,7 @@ class GroupedConfig:
         return 128 * self.warpgroups + (128 if self.warpgroups == 2 or gathers else 64)
 
     def cluster(self, products: Products) -> int:
-        """Return how many blocks share the features of a group, in the first product."""
+        """Return the blocks of a cluster, which in the first product share a group's features."""
         return 2 // self.warpgroups if Products.FIRST in products else 1
 
     def features(self, product: Products) -> int:
@@ -111,7 +121,7 @@ class GroupedConfig:
         return stages + self._epilogue_bytes(products)
 
     def stage_bytes(self, token_groups: bool) -> int:
-        """Return the bytes of a stage: two halves of weight rows, and what they multiply."""
+        """Return the bytes of a stage: two halves of weight rows, tokens and their scales."""
         scales = round_up(4 * self.tokens, 128) if token_groups else 0
         tokens = (self.tokens * TILE_K + scales) * (2 if self.narrow else 1)
         return 2 * self.half_rows * TILE_K + tokens
@@ -124,7 +134,7 @@ class GroupedConfig:
         return self.warpgroups * max(sizes[each] for each in sizes if each in products)
 
     def token_tiles(self, pairs: int, experts: int) -> int:
-        """Return how many tiles of tokens there can be, however pairs are distributed."""
+        """Return the most tiles of tokens that any distribution of pairs can need."""
         used = min(pairs, experts)
         return (pairs - used) // self.tokens + used
 
@@ -135,13 +145,16 @@ class GroupedConfig:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(pairs: int, experts: int, many: bool = True) -> GroupedConfig:
-    """Return the configuration for so many pairs.
+def choose(pairs: int, experts: int, many: bool = True, wide_tiles: int = 0) -> GroupedConfig:
+    """Return the configuration for a number of pairs.
 
-    With ``many`` a tile may have so many tokens that they are the MMA's rows.
+    Only with ``many`` may a tile have so many tokens that they are the MMA's rows. Tiles of 144
+    tokens are chosen for experts of up to ``wide_tiles`` tiles.
     """
     each = pairs / experts
     tokens = next((n for most, n in _TOKENS if each <= most), _MANY if many else _MANY // 2)
+    if any(abs(each - n * _MANY) <= _WIDE_REACH for n in range(1, wide_tiles + 1)):
+        tokens = _WIDE
     few = tokens <= 32
     blocks = {"warpgroups": 1, "blocks_per_sm": 2} if few else {"warpgroups": 2, "blocks_per_sm": 1}
     return GroupedConfig(tokens=tokens, narrow=pairs <= _NARROW_PAIRS, **blocks)

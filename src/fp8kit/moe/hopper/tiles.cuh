@@ -1,11 +1,11 @@
 // The tiles of tokens of all experts, and how few pairs are sorted into them.
-// Rows of a tile lie next to each other; its last rows may belong to no pair.
+// The rows of a tile are consecutive; its last rows may belong to no pair.
 
-// A tile of TILE_TOKENS rows, the next of which belongs to the next tile.
+// A tile of TILE_TOKENS rows, which the rows of the next tile follow.
 struct TokenTile {
-  int expert, rows;  // rows are those of all tiles of the expert
-  int place;         // among the tiles of the expert << 16 | how many it has
-  int stored;        // parts of the rows of the intermediate, counted by the blocks that store them
+  int expert, rows;  // rows of all tiles of the expert
+  int place;         // index among the tiles of the expert << 16 | number of these tiles
+  int stored;        // parts of the tile's intermediate, counted by the blocks that store them
 };
 
 __device__ __forceinline__ int inclusive_sum(int value) {
@@ -18,8 +18,8 @@ __device__ __forceinline__ int inclusive_sum(int value) {
   return value;
 }
 
-// Sorts at most FEW_PAIRS pairs: as many as a warp has lanes by one warp, more by comparing each with each,
-// which takes two barriers.
+// Sorts at most FEW_PAIRS pairs: up to 32 by one warp, more by comparing each with each, which takes two
+// barriers.
 struct FewPairs {
   int4 experts[FEW_PAIRS / 4], ranks[FEW_PAIRS / 4];  // a rank counts earlier pairs of the expert
   TokenTile tiles[FEW_PAIRS];
@@ -35,7 +35,7 @@ struct FewPairs {
     __syncthreads();
   }
 
-  // Experts follow one another as they first occur.
+  // Orders experts by their first occurrence.
   template <typename Store>
   __device__ __forceinline__ void sort_in_warp(const Routes& routes, Store store) {
     const int lane = threadIdx.x % 32, expert = lane < routes.pairs ? routes.expert(lane) : -1;
@@ -49,7 +49,7 @@ struct FewPairs {
     if (lane < routes.pairs) store(lane, expert < 0 ? -1 : tile * TILE_TOKENS + rank % TILE_TOKENS);
   }
 
-  // Experts follow one another by their numbers.
+  // Orders experts by their ids.
   template <typename Store>
   __device__ __forceinline__ void sort_in_block(const Routes& routes, int threads, Store store) {
     int* const expert_of = (int*)experts;

@@ -14,14 +14,14 @@ struct HeldToken {
       held[i] = at < vectors ? x[at] : make_uint4(0, 0, 0, 0);
     }
   }
-  // Tells the other warps a maximum of each; all pass a barrier before they quantize.
+  // Shares each warp's maximum with the others; the caller passes a barrier before `quantize`.
   __device__ __forceinline__ void put_maximum(u32* maxima) const {
     if (SCALES != 0) return;
     const u32 magnitude = __reduce_max_sync(~0u, largest(held));
     if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = magnitude;
   }
-  // Calls store(i, at, codes, scale) for the i-th vector of a thread, which is `at` of `vectors`. Returns the scale of
-  // the row, if it has one.
+  // Calls store(i, at, codes, scale) for the i-th vector of a thread, whose index in the row is `at` < `vectors`.
+  // Returns the scale of the row, if it has one.
   template <typename Store>
   __device__ __forceinline__ float quantize(const u32* maxima, const float* given_scale, float min_scale, int vectors,
                                             Store store) const {
@@ -46,7 +46,7 @@ struct HeldToken {
         reciprocal = __frcp_rn(scale);
       }
       if (at >= vectors) continue;
-      // a given scale may be any number: by IEEE division, as the reference
+      // a given scale may be any number, so it divides as IEEE, like the reference
       const auto codes_of = [&](int half) {
         return SCALES == 2 ? encode_by(held[i], half, [&](float v) { return __fdiv_rn(v, scale); })
                            : encode(held[i], half, scale, reciprocal);
