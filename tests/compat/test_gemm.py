@@ -119,7 +119,7 @@ def test_options_that_contradict_each_other_are_refused() -> None:
         FP8GemmOptions(fp16_weight_storage="gpu")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="Got cast_output_back='no'"):
         FP8GemmOptions(cast_output_back="no")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="They are an FP8GemmOptions"):
+    with pytest.raises(TypeError, match=r"FP8Linear.__init__ takes FP8GemmOptions there"):
         FP8Linear(nn.Linear(K, N), options=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="module_filter='up'"):
         enable_fp8_gemm(Block(), module_filter="up")  # type: ignore[arg-type]

@@ -90,6 +90,7 @@ class FP8Linear(nn.Module):
     linear: nn.Linear | None
     bias: nn.Parameter | None
 
+    @names_wrong_argument
     def __init__(self, linear: nn.Linear, *, options: FP8GemmOptions = DEFAULT_OPTIONS) -> None:
         super().__init__()
         _check(linear, options)
@@ -383,12 +384,6 @@ def _check(linear: nn.Module, options: FP8GemmOptions) -> None:
             f"Got {type(linear).__name__} to wrap.",
             "FP8Linear wraps an nn.Linear that is not FP8 yet.",
             "Leave other modules out with module_filter.",
-        )
-    if not isinstance(options, FP8GemmOptions):
-        raise InvalidType(
-            f"Got options={options!r:.80}.",
-            "They are an FP8GemmOptions.",
-            "Pass fp8kit.compat.FP8GemmOptions(fp16_weight_storage='keep'), for example.",
         )
     if linear.weight.is_meta and options.fp16_weight_storage != "keep":
         raise InvalidValue(
