@@ -66,6 +66,7 @@ def from_pretrained(path: Path) -> nn.Module:
 WAYS = {
     "quantize": lambda path: fp8kit.load(path, on_meta(path, False), scheme="FP8_DYNAMIC"),
     "join": lambda path: fp8kit.load(path, on_meta(path, True), scheme="FP8_DYNAMIC"),
+    "mx": lambda path: fp8kit.load(path, on_meta(path, False), scheme="MXFP8"),
     "fp8": lambda path: fp8kit.load(path, on_meta(path, False)),
     "hf-quantize": lambda path: fp8kit.load(path, scheme="FP8_DYNAMIC"),
     "hf-fp8": fp8kit.load,

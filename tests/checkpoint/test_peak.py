@@ -84,6 +84,12 @@ def test_loading_into_a_model_on_meta(tmp_path: Path, dense: tuple[Path, Path], 
     assert found["reload"] < 0.05 * found["final"] + 2 * LAYER, found
 
 
+def test_mx_weights_go_as_they_are_rebased(dense: tuple[Path, Path]) -> None:
+    found = measured("mx", *dense)
+    work = 16 * 2 * WIDTH * WIDTH  # of one layer: a code's place in a table takes 8 bytes
+    assert 0.95 * found["final"] < found["peak"] < bound(found) + work < 1.8 * found["final"], found
+
+
 def test_the_bound_can_fail(dense: tuple[Path, Path]) -> None:
     found = measured("naive", *dense)
     for peak in (found["peak"], found["watched"]):

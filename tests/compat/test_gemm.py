@@ -93,6 +93,13 @@ def test_other_dtypes_are_cast_and_cast_back(mode: str, dtype: torch.dtype) -> N
     assert torch.equal(stays, rounded)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int64, torch.complex64])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_input_that_is_no_real_number_is_refused(mode: str, dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=rf"Got x of dtype {dtype} .* without their scales"):
+        layer_of(mode)(inputs().to(dtype))
+
+
 @pytest.mark.parametrize("mode", ["keep", "cpu_offload"])
 def test_inputs_that_are_not_cast_meet_the_dense_weight(mode: str) -> None:
     layer = layer_of(mode, torch.float32, cast_inputs=False)
@@ -107,9 +114,15 @@ def test_inputs_that_are_not_cast_meet_the_dense_weight(mode: str) -> None:
 
 def test_options_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match="Inputs that are not cast need the dense weight"):
-        layer_of("discard", cast_inputs=False)
+        FP8GemmOptions(cast_inputs=False)
     with pytest.raises(ValueError, match="keep, cpu_offload, discard"):
-        layer_of("gpu")
+        FP8GemmOptions(fp16_weight_storage="gpu")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Got cast_output_back='no'"):
+        FP8GemmOptions(cast_output_back="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"FP8Linear.__init__ takes FP8GemmOptions there"):
+        FP8Linear(nn.Linear(K, N), options=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="module_filter='up'"):
+        enable_fp8_gemm(Block(), module_filter="up")  # type: ignore[arg-type]
     options = FP8GemmOptions()
     words = (options.cast_inputs, options.cast_output_back, options.fp16_weight_storage)
     assert (*words, options.materialize_fp8_on_wrap) == (True, True, "discard", True)

@@ -91,6 +91,14 @@ def test_swizzle_mxfp8_scale_drops_what_lies_beyond() -> None:
     assert torch.equal(flat, swizzled_by_hand(scale))
 
 
+@pytest.mark.parametrize("size", [(5, 64), (4, 65), (-1, 64), (4, -64)])
+def test_swizzle_mxfp8_scale_refuses_too_few_scales(size: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"Got scales of shape \(4, 2\) for a matrix"):
+        compat.swizzle_mxfp8_scale(torch.zeros(4, 2, dtype=torch.uint8), *size)
+    with pytest.raises(ValueError, match=r"Got scales of shape \(8,\)"):
+        compat.swizzle_mxfp8_scale(torch.zeros(8, dtype=torch.uint8), 4, 64)
+
+
 @pytest.mark.parametrize("backend", list(Backend))
 def test_a_linear_op_computes_by_each_backend(backend: Backend) -> None:
     w, x = torch.randn(N, K).bfloat16(), torch.randn(2, 3, K).bfloat16()

@@ -402,6 +402,28 @@ def test_a_wrong_description_of_a_class_is_refused(said: Any) -> None:
     assert recognize(Misdescribed()) is None
 
 
+@pytest.mark.parametrize("said", [{"activation": Activation()}, {}])
+def test_a_description_whose_shapes_do_not_fit_is_refused(said: dict[str, Any]) -> None:
+    class Unfit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.randn(4, 64, 128))
+            self.second = nn.Parameter(torch.randn(4, 256, 64))
+
+    said = {"activation": Activation("gelu", gated=False), **said}
+    fp8kit.register_experts(Unfit, lambda _: fp8kit.ExpertStacks("first", "second", **said))
+    with pytest.raises(ConversionError, match=r"shapes that go together.*first.*second"):
+        recognize(Unfit())
+
+
+@pytest.mark.parametrize(
+    "said", [{"up": 3}, {"up": "down_proj"}, {"activation": "gelu"}, {"transposed": "no"}]
+)
+def test_an_odd_description_is_refused_when_it_is_made(said: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"Got (up|activation|transposed)="):
+        fp8kit.ExpertStacks(**said)
+
+
 def test_what_stays_dense_is_named() -> None:
     class Lossy(transformers.models.mixtral.modeling_mixtral.MixtralExperts):  # type: ignore
         def forward(self, *args: Any) -> Tensor:

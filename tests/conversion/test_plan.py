@@ -168,6 +168,12 @@ def test_a_string_for_a_list_is_an_error(argument: str) -> None:
         fp8kit.plan(Model(), **{argument: "o_proj"})
     with pytest.raises(TypeError, match=rf"Got {argument}=0\. It must be a list of patterns"):
         fp8kit.plan(Model(), **{argument: 0})
+    with pytest.raises(TypeError, match=rf"Got {argument}=<generator .*It must be a list"):
+        fp8kit.plan(Model(), **{argument: (name for name in ["o_proj"])})
+    with pytest.raises(
+        TypeError, match=rf"{argument}=lambda name, layer: isinstance\(layer, Linear"
+    ):
+        fp8kit.plan(Model(), **{argument: nn.Linear})
 
 
 def test_functions_choose_layers_beside_the_defaults() -> None:

@@ -77,6 +77,12 @@ def test_quantizing_nothing_is_a_warning() -> None:
         on_the_fly(quantization_config=config)
 
 
+@pytest.mark.parametrize("said", [{"layers": {"lm_head": "FP8_BLOCK"}}, {"mx_form": "MXFP8_ROW"}])
+def test_what_describes_fp8_files_is_refused_for_dense_ones(said: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="Got layers or mx_form for a checkpoint in high prec"):
+        on_the_fly(quantization_config=fp8kit.Fp8KitConfig("FP8_DYNAMIC", **said))
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generate(cache: str, model: Any, prompt: Tensor, greedy: Tensor) -> None:
     assert torch.equal(generate(model, prompt, cache_implementation=cache), greedy)

@@ -466,6 +466,19 @@ def test_scales_are_checked(bad: float) -> None:
     refused(r"attn.o_proj.weight_scale: Got a scale of shape \(3,\)", model, [*items, short])
 
 
+@pytest.mark.parametrize("bad", [0.0, -1.0, torch.nan, torch.inf])
+def test_input_scales_are_checked(bad: float) -> None:
+    layer = Fp8Linear(128, 64, scheme="FP8")
+    q, one = fp8kit.quantize(torch.randn(64, 128), fp8kit.TENSOR, role="weight"), torch.ones(1, 1)
+    layer.load_state_dict(
+        {"weight": q.data, "weight_scale": q.scale, "input_scale": one, "bias": torch.ones(64)}
+    )
+    model = nn.ModuleDict({"proj": layer})
+    state = model.state_dict() | {"proj.input_scale": torch.full((1, 1), bad)}
+    refused(r"proj.input_scale holds NaN, infinite, zero or negative", model, state)
+    assert torch.equal(layer.get_parameter("input_scale"), one)
+
+
 def test_codes_need_an_fp8_layer() -> None:
     q = fp8kit.quantize(weights()["attn.o_proj.weight"], role="weight")
     items = [("attn.o_proj.weight", q.data), ("attn.o_proj.weight_scale", q.scale)]

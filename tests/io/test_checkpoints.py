@@ -413,6 +413,14 @@ def test_a_changed_source_does_not_continue(nano: Path, tmp_path: Path) -> None:
         stream(source, tmp_path / "out")
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]"])
+def test_a_damaged_journal_says_how_to_start_anew(text: str, nano: Path, tmp_path: Path) -> None:
+    partial = interrupted(nano, tmp_path / "out", 2)
+    (partial.home / "journal.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"journal.json is damaged.*Start anew: rm -r \S+$"):
+        stream(nano, tmp_path / "out")
+
+
 def test_two_runs_at_once(nano: Path, tmp_path: Path) -> None:
     partial = journal.UnfinishedConversion((tmp_path / "out").resolve())
     with partial.locked(), pytest.raises(CheckpointError, match="Another process is writing"):
@@ -528,10 +536,20 @@ def test_a_full_disk_at_any_write(code: int, nano: Path, tmp_path: Path, disk: D
     }
     for call, when in faults.values():
         disk.refuses(call, code, when)
-        with pytest.raises(CheckpointError, match="no room to write"):
+        with pytest.raises(CheckpointError, match="no room to write") as caught:
             stream(nano, tmp_path / "out")
+        assert str(nano) not in str(caught.value)
         disk.mend()
     stream(nano, tmp_path / "out")
+
+
+def test_a_file_beside_the_weights_that_cannot_be_read(
+    nano: Path, tmp_path: Path, disk: Disk
+) -> None:
+    disk.refuses("copyfile", errno.EACCES)
+    message = rf"{nano}/\S+ cannot be opened: Permission denied\. It is copied"
+    with pytest.raises(CheckpointError, match=message):
+        stream(nano, tmp_path / "out")
 
 
 def test_other_errors_of_the_disk_are_not_called_full(

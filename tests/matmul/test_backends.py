@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -189,6 +190,21 @@ def test_batch_invariant_bits_of_a_row_do_not_depend_on_m(
     assert_matmul(whole, dequantized(whole_q), dequantized(w_q), backend=backend)
     for rows in (slice(0, 1), slice(69, 70), slice(3, 20), slice(16, 33), slice(5, 70)):
         assert_bits_equal(run(rows), whole[rows])
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("k", [31, 64])
+@pytest.mark.parametrize("n", [3, 5, 9])
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_WEIGHT_ONLY"])
+def test_batch_invariant_bits_do_not_depend_on_the_place_of_a_row(
+    scheme: str, n: int, k: int, strided: bool, device: torch.device
+) -> None:
+    x = torch.randn(k, 16, device=device).t() if strided else torch.randn(16, k, device=device)
+    w_q = fp8kit.quantize(torch.randn(n, k, device=device), role="weight")
+    run = functools.partial(fp8kit.linear, w_q=w_q, scheme=scheme, batch_invariant=True)
+    whole = run(x)
+    for i in range(16):
+        assert_bits_equal(run(x[i : i + 1]), whole[i : i + 1])
 
 
 @pytest.mark.parametrize("m", [0, 3])

@@ -252,6 +252,9 @@ def test_what_does_not_fit_is_refused() -> None:
         layer(x.tolist(), ids, weights)
     with pytest.raises(TypeError, match="Got ids of type list and weights of type Tensor"):
         layer(x, ids.tolist(), weights)
+    wide, turned = x[:6].view(2, 3, -1), [t[:6].view(3, 2, -1) for t in (ids, weights)]
+    with pytest.raises(ValueError, match=r"Got tokens \(2, 3, 64\), and ids, .* \(3, 2, 2\)"):
+        layer(wide, *turned)
     layer.shared = 1
     with pytest.raises(TypeError, match="Got shared_input of type list"):
         layer(x, ids, weights, shared_input=x.tolist())

@@ -326,6 +326,8 @@ def test_to_linear_gives_the_dequantized_weight(scheme: str, device: torch.devic
     assert_bits_equal(back.bias.detach(), layer.bias.detach())
     assert back.bias.data_ptr() != layer.bias.data_ptr()
     assert layer.to_linear(torch.bfloat16).weight.dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="Got 0 as the dtype of the result"):
+        layer.to_linear(0)  # type: ignore[arg-type]
 
 
 def test_to_linear_gives_the_kept_weight() -> None:

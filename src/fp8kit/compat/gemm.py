@@ -17,7 +17,7 @@ from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.wrapped_linear import DEFAULT_OPTIONS, FP8GemmOptions, FP8Linear
 from fp8kit.conversion.eligibility import Eligibility
 from fp8kit.conversion.patterns import roles_by_name, size_obstacle
-from fp8kit.errors import InvalidType, teach
+from fp8kit.errors import InvalidType, check_switch, teach
 from fp8kit.modules.linear import Fp8Linear
 
 _16_BITS = (torch.float16, torch.bfloat16)
@@ -46,7 +46,7 @@ def enable_fp8_gemm(
         the model, or its changed copy. A warning says if no layer was replaced.
 
     Raises:
-        TypeError: if ``model`` is no module.
+        TypeError: if ``model`` is no module, or ``module_filter`` no function.
         ValueError: if the options contradict each other.
 
     Example:
@@ -58,6 +58,13 @@ def enable_fp8_gemm(
             "It must be an nn.Module with linear layers in it.",
             "Of a pipeline pass a part, such as pipeline.transformer.",
         )
+    if module_filter is not None and not callable(module_filter):
+        raise InvalidType(
+            f"Got module_filter={module_filter!r:.80}.",
+            "It is a function of a layer's name and the layer, which says whether to replace it.",
+            "Pass lambda name, layer: 'blocks' in name, for example.",
+        )
+    check_switch("inplace", inplace)
     if not inplace:
         model = copy.deepcopy(model)
     accepts = module_filter or _default_filter(model)

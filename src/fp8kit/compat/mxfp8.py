@@ -137,11 +137,21 @@ def swizzle_mxfp8_scale(sf: Tensor, M: int, K: int) -> Tensor:
     Returns:
         flat, ``ceil(M / 128) * ceil(K / 128) * 512`` bytes.
 
+    Raises:
+        ValueError: if ``sf`` has fewer rows or columns, or another dtype.
+
     Example:
         >>> fp8kit.compat.swizzle_mxfp8_scale(torch.zeros(4, 2, dtype=torch.uint8), 4, 64).shape
         torch.Size([512])
     """
-    return swizzle_scales(sf[:M, : -(-K // MXFP8_BLOCK_SIZE)])
+    columns = -(-K // MXFP8_BLOCK_SIZE)
+    if sf.dim() != 2 or not (0 <= M <= sf.shape[0] and 0 <= columns <= sf.shape[1]):
+        raise InvalidValue(
+            f"Got scales of shape {tuple(sf.shape)} for a matrix {(M, K)}.",
+            f"It has scales of at least {(M, columns)}.",
+            "Pass them row by row, before they are swizzled, and M and K of the codes.",
+        )
+    return swizzle_scales(sf[:M, :columns])
 
 
 class Mxfp8LinearOp:

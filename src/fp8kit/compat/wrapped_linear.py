@@ -13,13 +13,14 @@ from torch.nn import functional as F
 from fp8kit import functional
 from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.shapes import with_scale
-from fp8kit.errors import InvalidType, InvalidValue, check_choice, teach
+from fp8kit.errors import InvalidType, InvalidValue, check_choice, check_switch, teach
 from fp8kit.formats import FLOATS, FP8_FORMATS, TENSOR
 from fp8kit.modules.linear import Fp8Linear as Core
 from fp8kit.runtime.weight_hazards import UNCOUNTED, version
 
 STORAGES = ("keep", "cpu_offload", "discard")
 _16_BITS = (torch.float16, torch.bfloat16)
+_INPUTS = (*FLOATS, torch.float64)
 _HELD = ("weight", "weight_scale", "bias")
 
 
@@ -36,6 +37,10 @@ class FP8GemmOptions:
             it as soon as there are codes.
         materialize_fp8_on_wrap: weights that are on a GPU are quantized at once.
 
+    Raises:
+        TypeError: if a switch is neither ``True`` nor ``False``.
+        ValueError: if the options contradict each other.
+
     Example:
         >>> FP8GemmOptions(fp16_weight_storage="keep").cast_inputs
         True
@@ -45,6 +50,17 @@ class FP8GemmOptions:
     cast_output_back: bool = True
     fp16_weight_storage: Literal["keep", "cpu_offload", "discard"] = "discard"
     materialize_fp8_on_wrap: bool = True
+
+    def __post_init__(self) -> None:
+        for switch in ("cast_inputs", "cast_output_back", "materialize_fp8_on_wrap"):
+            check_switch(switch, getattr(self, switch))
+        check_choice("fp16_weight_storage", self.fp16_weight_storage, STORAGES)
+        if self.fp16_weight_storage == "discard" and not self.cast_inputs:
+            raise InvalidValue(
+                "Got fp16_weight_storage='discard' with cast_inputs=False.",
+                "Inputs that are not cast need the dense weight.",
+                "Use cast_inputs=True, or fp16_weight_storage='keep' or 'cpu_offload'.",
+            )
 
 
 DEFAULT_OPTIONS = FP8GemmOptions()
@@ -74,6 +90,7 @@ class FP8Linear(nn.Module):
     linear: nn.Linear | None
     bias: nn.Parameter | None
 
+    @names_wrong_argument
     def __init__(self, linear: nn.Linear, *, options: FP8GemmOptions = DEFAULT_OPTIONS) -> None:
         super().__init__()
         _check(linear, options)
@@ -100,6 +117,13 @@ class FP8Linear(nn.Module):
     @names_wrong_argument
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``[..., N]`` from ``[..., K]``, in the dtype of ``x`` unless options differ."""
+        if x.dtype not in _INPUTS:
+            raise InvalidType(
+                f"Got x of dtype {x.dtype} and shape {tuple(x.shape)}.",
+                "FP8Linear takes real numbers, and codes mean nothing without their scales.",
+                "Code that casts x to the dtype of an FP8 weight should take that of the model; "
+                "convert other numbers by .float().",
+            )
         if not x.is_cuda:
             return self._dense(x, "an input on a CPU")
         if x.dtype in _16_BITS:
@@ -342,7 +366,7 @@ class FP8Linear(nn.Module):
         held = self._fp16_weight_cpu
         if weight is None or held is None:
             return
-        if weight.shape != held.shape or weight.dtype not in (*FLOATS, torch.float64):
+        if weight.shape != held.shape or weight.dtype not in _INPUTS:
             raise InvalidValue(
                 f"Got a weight {weight.dtype} {tuple(weight.shape)}.",
                 f"This layer has a dense weight {tuple(held.shape)}.",
@@ -372,14 +396,6 @@ def _check(linear: nn.Module, options: FP8GemmOptions) -> None:
             f"Got a layer with a {linear.weight.dtype} weight.",
             "FP8 is made from bfloat16, float16 or float32.",
             "Cast the layer, or leave it out with module_filter.",
-        )
-    storage = options.fp16_weight_storage
-    check_choice("fp16_weight_storage", storage, STORAGES)
-    if storage == "discard" and not options.cast_inputs:
-        raise InvalidValue(
-            "Got fp16_weight_storage='discard' with cast_inputs=False.",
-            "Inputs that are not cast need the dense weight.",
-            "Use cast_inputs=True, or fp16_weight_storage='keep' or 'cpu_offload'.",
         )
 
 

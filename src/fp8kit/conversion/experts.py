@@ -130,14 +130,26 @@ def _unknown(module: nn.Module, up: str) -> ExpertStacks | str:
 
 def _checked(stacks: object, module: nn.Module) -> ExpertStacks | None:
     """Return what ``describe`` returned; raise if it does not fit the module."""
-    if stacks is None or (
-        isinstance(stacks, ExpertStacks) and all(_is_stack(module, n) for n in stacks.names)
-    ):
-        return stacks
-    held = [n for n, p in module.named_parameters(recurse=False) if p.dim() == 3]
+    if stacks is None:
+        return None
+    held = {n: tuple(p.shape) for n, p in module.named_parameters(recurse=False) if p.dim() == 3}
+    required = f"names Parameters of three dimensions: {some_of(list(held))}."
+    if isinstance(stacks, ExpertStacks) and all(_is_stack(module, n) for n in stacks.names):
+        (e, *up), (e_, *down) = (held[name] for name in stacks.names)
+        if stacks.transposed:
+            up, down = up[::-1], down[::-1]
+        (wide, hidden), (hidden_, inner) = up, down
+        gate = stacks.activation
+        wides = [2 * inner] if gate and gate.gated else [inner] if gate else [inner, 2 * inner]
+        if (e, hidden) == (e_, hidden_) and wide in wides:
+            return stacks
+        required = (
+            f"has shapes that go together, as its text says; {stacks.up} has {held[stacks.up]}, "
+            f"{stacks.down} {held[stacks.down]}."
+        )
     raise ConversionError(
         f"{type(module).__name__} was described to register_experts as {stacks!r:.200}.",
-        f"An fp8kit.ExpertStacks names Parameters of three dimensions: {some_of(held)}.",
+        f"An fp8kit.ExpertStacks {required}",
         "Correct what describe returns; None leaves a module as it is.",
     )
 

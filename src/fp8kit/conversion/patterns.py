@@ -115,8 +115,14 @@ def chosen(
 ) -> Sequence[str] | None:
     """Return given patterns, or patterns for the layers that a given function chooses.
 
-    Raises ``ConversionError`` if the function chooses no layer.
+    Raises ``ConversionError`` if the function chooses no layer, ``TypeError`` for a class.
     """
+    if isinstance(given, type):
+        raise InvalidType(
+            f"Got the class {given.__name__} as {argument}.",
+            "It must be a list of patterns, or a function of a layer's name and the layer.",
+            f"Pass {argument}=lambda name, layer: isinstance(layer, {given.__name__}).",
+        )
     if given is None or not callable(given):
         return given
     layers = list(layers)
@@ -153,7 +159,7 @@ def check_patterns(
             "Where there is no model, only names of tensors, layers are chosen by patterns.",
             f"Pass {argument}=[...]; fp8kit.plan and convert take functions.",
         )
-    if not isinstance(patterns, Iterable):
+    if not isinstance(patterns, Collection):  # an iterator would be empty after this
         raise InvalidType(
             f"Got {argument}={patterns!r:.80}.",
             "It must be a list of patterns over the names of layers.",

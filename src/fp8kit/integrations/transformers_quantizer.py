@@ -32,7 +32,7 @@ from fp8kit.checkpoint.loading.merged_weights import is_finite
 from fp8kit.conversion import fusion, siblings
 from fp8kit.conversion.plan import refuse_static, warn_of_nothing
 from fp8kit.conversion.report import TIED, Report
-from fp8kit.errors import InvalidType, UnsupportedError, check_switch
+from fp8kit.errors import InvalidType, InvalidValue, UnsupportedError, check_switch
 from fp8kit.formats import FP8_FORMATS, Scheme
 from fp8kit.integrations import transformers_attention
 from fp8kit.integrations import transformers_saving as saving
@@ -181,6 +181,14 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
                 f"A config has quant_method {saving.METHOD!r}, which no file has.",
                 "It does not say which layers are FP8; loaded as dense, they would be wrong.",
                 "Load the checkpoint with fp8kit.load(directory).",
+            )
+        asked = self.quantization_config
+        if not self.pre_quantized and (asked.layers is not None or asked.mx_form is not None):
+            raise InvalidValue(
+                "Got layers or mx_form for a checkpoint in high precision.",
+                "They describe the layers of one that is FP8; here all get one scheme.",
+                "Name the form as the scheme, such as Fp8KitConfig('MXFP8_ROW'), and the layers by "
+                "include; for several schemes, load the dense model and call fp8kit.convert.",
             )
         refuse_disk(device_map)
 

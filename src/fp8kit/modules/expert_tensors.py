@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.dispatch.device import capability
-from fp8kit.errors import CheckpointError, check_choice
+from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, check_choice, check_switch
 from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme
 from fp8kit.matmul.problem import MatmulProblem, linear_problem, m_bucket
 from fp8kit.modules.entries import check_form, quantize_weight, stored_entries, stored_tensors
@@ -42,6 +42,10 @@ class ExpertStacks:
         call: ``"routed"`` if ``forward`` takes tokens ``[M, H]``, ids and weights ``[M, k]``;
             ``"sorted"`` if it takes ``[E * M, H]``, with equally many rows for each expert.
 
+    Raises:
+        TypeError: if ``activation`` or ``transposed`` is of another type.
+        ValueError: if the names are not two, or ``call`` is another word.
+
     Example:
         >>> ExpertStacks("w13", "w2", Activation("gelu"))
     """
@@ -53,6 +57,19 @@ class ExpertStacks:
     call: str = "routed"
 
     def __post_init__(self) -> None:
+        if not all(isinstance(name, str) for name in self.names) or self.up == self.down:
+            raise InvalidValue(
+                f"Got up={self.up!r:.80} and down={self.down!r:.80}.",
+                "They are the names of two Parameters.",
+                "Pass those of the module, such as 'gate_up_proj' and 'down_proj'.",
+            )
+        if not isinstance(self.activation, Activation | None):
+            raise InvalidType(
+                f"Got activation={self.activation!r:.80}.",
+                "It is an fp8kit.moe.Activation, or None for the module's own.",
+                "Pass fp8kit.moe.Activation('silu'), for example.",
+            )
+        check_switch("transposed", self.transposed)
         remedy = "Pass 'routed' for forward(tokens, ids, weights)."
         check_choice("call", self.call, CALLS, remedy)
 

@@ -221,7 +221,7 @@ class Fp8Experts(ExpertTensors):
             )  # fmt: skip
             return routed + shared
         validation.check_tensor("hidden_states", hidden_states)
-        ids, weights = self._routed(top_k_index, top_k_weights, logits)
+        ids, weights = self._routed(hidden_states, top_k_index, top_k_weights, logits)
         if self.shared or shared_weights is not None:
             more_ids, more_weights = self._shared_pairs(ids, weights, shared_weights)
             ids, weights = torch.cat([ids, more_ids], 1), torch.cat([weights, more_weights], 1)
@@ -252,7 +252,7 @@ class Fp8Experts(ExpertTensors):
         given = hidden_states if shared_input is None else shared_input
         for name, tensor in (("hidden_states", hidden_states), ("shared_input", given)):
             validation.check_tensor(name, tensor)
-        ids, weights = self._routed(top_k_index, top_k_weights, logits)
+        ids, weights = self._routed(hidden_states, top_k_index, top_k_weights, logits)
         also = self._shared_pairs(ids, weights, shared_weights)
         routed, common = (
             experts(x.reshape(-1, x.shape[-1]), ids=i, weights=w, **self._options()).view(x.shape)
@@ -338,8 +338,10 @@ class Fp8Experts(ExpertTensors):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _routed(
-        self, ids: Tensor | None, weights: Tensor | None, logits: Tensor | None
+        self, x: Tensor, ids: Tensor | None, weights: Tensor | None, logits: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        if x.dim() > 2:
+            _check_leading(x, ids, weights, logits)
         ids, weights = _flat(ids, weights) if logits is None else self.route(logits)
         if self.tokens is not None:
             self.tokens += tokens_per_expert(ids, self.tokens.shape[0])
@@ -389,6 +391,17 @@ class Fp8Experts(ExpertTensors):
     def __prepare_scriptable__(self) -> None:
         """Refuse ``torch.jit.script`` with an error that says what to use instead."""
         raise refusals.scripting("an Fp8Experts")
+
+
+def _check_leading(x: Tensor, *routes: Tensor | None) -> None:
+    """Raise unless all leading dimensions are those of the tokens, or one for all of them."""
+    for given in routes:
+        if isinstance(given, Tensor) and given.dim() > 2 and given.shape[:-1] != x.shape[:-1]:
+            raise InvalidValue(
+                f"Got tokens {tuple(x.shape)}, and ids, weights or logits {tuple(given.shape)}.",
+                "All but the last dimension are those of the tokens, or one for all of them.",
+                "Transpose them, or flatten both in the same order.",
+            )
 
 
 def _flat(ids: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor]:

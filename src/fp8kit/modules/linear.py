@@ -284,7 +284,7 @@ class Fp8Linear(nn.Linear):
         Example:
             >>> dense = layer.to_linear()
         """
-        return dense.restored(self, dtype or self.compute_dtype)
+        return dense.restored(self, self.compute_dtype if dtype is None else dtype)
 
     def problem(self, m: int) -> MatmulProblem:
         """Describe the matmul that this layer runs for ``m`` rows (see ``fp8kit.explain``)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -184,9 +185,9 @@ def end(model: nn.Module, layers: Layers, arrivals: Placement) -> list[str]:
     arrivals.finish()
     for group in layers.ties:
         tie(model, group, arrivals.placed)
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    absent = [name for name, t in tensors if t.is_meta]
-    if absent:
+    # in no variable, which would hold the weights that are rebased below
+    held = itertools.chain(model.named_parameters(), model.named_buffers())
+    if absent := [name for name, t in held if t.is_meta]:
         raise CheckpointError(
             f"{some_of(absent)} did not arrive and have no values.",
             "A model on the meta device gets all its tensors.",

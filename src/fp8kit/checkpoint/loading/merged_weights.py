@@ -37,8 +37,8 @@ def fp8_weight(
 
     Codes are FP8 ``[N, K]``, or a stack ``[E, N, K]``; the scale has as many numbers as ``group``
     needs, in any shape. The input scale is one number; of several, the largest is taken. Raises
-    ``CheckpointError`` for ``name`` if the scale has another dtype or size, or is not finite and
-    positive.
+    ``CheckpointError`` for ``name`` if the scale has another dtype or size, or if it or the input
+    scale is not finite and positive.
     """
     wanted = stack_scale_shape(codes.shape, group)
     scale = scale.to(codes.device)
@@ -48,7 +48,11 @@ def fp8_weight(
         q = QTensor(codes, scale, group)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{name}: {error}") from error
-    if not (is_finite(q) and (group == MX or (scale > 0).all())):
+    usable = is_finite(q) and (group == MX or (scale > 0).all())
+    if usable and input_scale is not None and not input_scale.is_meta:
+        name = name.removesuffix("weight_scale") + "input_scale"
+        usable = ((input_scale > 0) & input_scale.isfinite()).all()
+    if not usable:
         raise CheckpointError(
             f"{name} holds NaN, infinite, zero or negative values.",
             "Scales are finite and positive.",

@@ -143,6 +143,7 @@ class Placement:
                 "A weight is loaded when all its parts and scales are there.",
                 "Bring them in the same load.",
             )
+        self._filled.clear()  # MX weights are replaced by rebased ones, and shall go then
 
     def _fp8_layer(self, route: Route) -> Fp8Linear | None:
         if route.split or route.expert is not None:

@@ -210,13 +210,28 @@ def complete(
         copy = folder / name
         if not copy.exists():
             copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, copy)
+            _copy(file, copy)
     problems = open_checkpoint(folder).scale_problems()
     if problems:
         raise CheckpointError("\n".join(problems))
     for entry in (*folder.rglob("*"), folder):
         sync(entry)
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def _copy(file: Path, copy: Path) -> None:
+    """Copy a file; an error of the system names the copy, of what cannot be read the file."""
+    try:
+        shutil.copyfile(file, copy)
+    except OSError as error:
+        of_source = error.filename == os.fspath(file) and error.filename2 is None
+        if of_source and error.errno not in _FULL:
+            raise CheckpointError(
+                f"{file} cannot be opened: {error.strerror}.",
+                "It is copied to where the weights are written.",
+                "Look at its permissions (ls -lL), or move it out of the source.",
+            ) from error
+        raise OSError(error.errno, error.strerror, os.fspath(copy)) from error
 
 
 def write_json(file: Path, content: JsonObject) -> None:

@@ -83,7 +83,7 @@ class UnfinishedConversion:
         """
         run = _described(run)
         if self._journal.exists():
-            before = read_json(self._journal).get("run")
+            before = self._read().get("run")
             self._compare(before if isinstance(before, dict) else {}, run)
         else:
             self._write({"run": run})
@@ -100,7 +100,7 @@ class UnfinishedConversion:
     def install(self) -> None:
         """Move the finished checkpoint to its destination, and forget the run."""
         # the rename keeps the inode number, by which ``installed`` knows that it happened
-        journal = read_json(self._journal)
+        journal = self._read()
         self._write({**journal, "installing": self.folder.stat().st_ino})
         directory.install(self.folder, self.destination)
         self.forget()
@@ -109,11 +109,11 @@ class UnfinishedConversion:
         """Return whether a run installed its result and ended before it could clean up."""
         if not self._journal.exists() or not self.destination.is_dir():
             return False
-        return read_json(self._journal).get("installing") == self.destination.stat().st_ino
+        return self._read().get("installing") == self.destination.stat().st_ino
 
     def is_of(self, run: JsonObject) -> bool:
         """Return whether the journal here is that of this run."""
-        before = read_json(self._journal).get("run")
+        before = self._read().get("run")
         return bool(before == _described(run))
 
     def clear(self) -> None:
@@ -149,6 +149,16 @@ class UnfinishedConversion:
                 "Only the same source with the same options can be continued.",
                 f"Run it again as it was, or start anew: rm -r {shlex.quote(str(self.home))}",
             )
+
+    def _read(self) -> JsonObject:
+        try:
+            return read_json(self._journal)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{self._journal} is damaged.",
+                "A run that was interrupted is continued by what it says.",
+                f"Start anew: rm -r {shlex.quote(str(self.home))}",
+            ) from error
 
     def _write(self, content: JsonObject) -> None:
         draft = self.home / "journal.new"
