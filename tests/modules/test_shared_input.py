@@ -1,4 +1,4 @@
-"""Siblings that share an input: the bits of separate layers, in every order of calls."""
+"""Siblings that share an input compute the same bits as separate layers, in any call order."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_a_result_of_old_weights_is_not_handed_out(device: torch.device) -> None
 def test_weights_that_arrive_with_the_call_are_not_read_before(
     by: str, device: torch.device
 ) -> None:
-    """As offloading does it: a layer is filled before its call and emptied after it."""
+    """Offloading fills a layer before its call and empties it afterwards."""
     layers, x = siblings(device), tokens(device)
     wanted = [layer(x) for layer in layers]
     SharedInput(layers)
@@ -354,7 +354,7 @@ def test_layers_whose_bits_may_not_depend_on_rows_share_their_codes_alone(
 
 
 class Trio(nn.Module):
-    """Three siblings that share; after ``between``, what the others read has changed or not."""
+    """Three siblings; ``between`` runs after the first, and may change the others' input."""
 
     def __init__(self, device: torch.device, scheme: str, unchanging: bool) -> None:
         super().__init__()
@@ -742,7 +742,7 @@ def test_shared_under_vmap(device: torch.device) -> None:
 
 
 def capturing(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Let the groups of a CPU believe that a graph is captured; give what they asked about."""
+    """Make groups on a CPU believe that a graph is being captured; return what they asked about."""
     asked: list[Tensor] = []
 
     def watch(self: SharedInput, x: Tensor) -> None:
@@ -886,7 +886,7 @@ def test_threads_do_not_take_what_waits_for_another(device: torch.device) -> Non
 
 
 class Streams:
-    """Which stream work goes to now, and to which ones memory was told of."""
+    """Fakes the current stream, and collects the streams that memory is recorded on."""
 
     def __init__(self) -> None:
         self.now = "main"

@@ -1,4 +1,4 @@
-"""Joined weights are read early like any other, and never one of which a part has changed."""
+"""Joined weights are prefetched like others, except after one of their parts has changed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def group(scheme: str = "FP8_DYNAMIC") -> SharedInput:
 
 
 def step(joined: SharedInput, early: list[bool], rows: int = 4) -> list[bool]:
-    """Call every member with one new input, and say which launches were early."""
+    """Call every member with one new input, and return which launches prefetched the weight."""
     early.clear()
     x = torch.randn(rows, 256, dtype=torch.bfloat16)
     for member in joined.members:
@@ -50,7 +50,7 @@ def step(joined: SharedInput, early: list[bool], rows: int = 4) -> list[bool]:
 
 
 def step_with_codes(joined: SharedInput, early: list[bool], rows: int = 4) -> list[bool]:
-    """Call every member with what a fused norm offers, and say which launches were early."""
+    """Call every member with a fused norm's codes; return which launches prefetched the weight."""
     early.clear()
     stand_in = torch.zeros((), dtype=torch.bfloat16).expand(rows, 256)
     produced(joined, stand_in, torch.randn(rows, 256, dtype=torch.bfloat16))
