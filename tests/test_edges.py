@@ -1,4 +1,4 @@
-"""The generated sizes: every edge is met, with its neighbours, and a sample is a part of them."""
+"""The sizes of ``edges.py`` contain every edge with its neighbours; a sample is a subset."""
 
 from __future__ import annotations
 
