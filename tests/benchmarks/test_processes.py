@@ -1,4 +1,4 @@
-"""Variants in processes of their own: what fails costs its own column, and nothing waits for it."""
+"""Variants in processes of their own: one that fails empties its own column and delays nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def subject(us: float, *results: float) -> Callable[[], Any]:
-    """Return something that another process can build: two cases, of which one may be missing."""
+    """Return a subject that another process can build, with two cases, one of which may fail."""
     found = [Prepared(9.0, 1.5, [result, 0.0]) for result in results]
     ready = dict(zip((FAST, SLOW), found, strict=False))
     return functools.partial(

@@ -1,4 +1,4 @@
-"""Every benchmark can be asked what it does, on a machine without a GPU."""
+"""Every benchmark prints its ``--help`` on a machine without a GPU."""
 
 from __future__ import annotations
 

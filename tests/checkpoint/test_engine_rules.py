@@ -1,5 +1,6 @@
-"""What is written obeys the rules by which vLLM, SGLang and Transformers load, read in their code.
+"""Written checkpoints obey the rules by which vLLM, SGLang and Transformers load.
 
+The rules were read in the engines' code:
 vLLM 0.33 ``compressed_tensors.py`` and ``fp8.py``, SGLang 0.5.23, Transformers 5.23.
 """
 
@@ -50,7 +51,7 @@ LEAST: dict[tuple[str, str], dict[str, Any]] = {
 
 
 def lacks(config: dict[str, Any], least: dict[str, Any]) -> list[str]:
-    """List the entries that are missing or different; those of groups count for every group."""
+    """List the missing and differing entries; entries for groups must be in every group."""
     groups = list(config.get("config_groups", {}).values())
     found = []
     for key, value in least.items():
@@ -114,7 +115,7 @@ SUFFIXES = {
     "fp8": {"weight", "weight_scale_inv"},
     "mxfp8": {"weight", "weight_scale_inv"},
 }
-# layers of the others have Mistral's names, no names at all, or only ragged blocks
+# the other golden checkpoints have Mistral's names, no names, or only ragged blocks
 SERVED = [n for n in GOLDENS if not re.match("mistral|comfyui|torchao|.*block", n)]
 
 

@@ -1,4 +1,4 @@
-"""Bytes on disk become the codes and scales that they mean."""
+"""Bytes on disk are decoded to the right codes and scales."""
 
 from __future__ import annotations
 

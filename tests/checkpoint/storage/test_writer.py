@@ -226,7 +226,7 @@ def test_an_existing_destination_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the system have no call that swaps two folders."""
+    """Make the system lack the call that swaps two folders."""
     monkeypatch.setattr(directory, "exchange", lambda *_: False)
 
 
@@ -384,7 +384,7 @@ def test_what_does_not_read_back_is_not_written(
 
 
 def test_old_files_that_another_process_removes_first(tmp_path: Path, disk: Disk) -> None:
-    """It takes them for what a killed process left."""
+    """The other process takes the old files for leftovers of a killed process."""
     write(tmp_path / "c", state())
     (tmp_path / "c" / "old").touch()
 
