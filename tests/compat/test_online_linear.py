@@ -1,4 +1,4 @@
-"""Online methods for linear layers: weights that arrive dense are quantized once each time."""
+"""Online methods for linear layers: each weight that arrives dense is quantized once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def weight_of(seed: int) -> Tensor:
 
 
 def check(scheme: str, layer: nn.Module, w: Tensor) -> None:
-    """Compare what a layer holds with the core's codes, in the shapes of vLLM."""
+    """Compare a layer's tensors with the core's codes and scales, in the shapes of vLLM."""
     group = fp8kit.TENSOR if scheme == "FP8_TENSOR" else fp8kit.BLOCK
     q = fp8kit.quantize(w, group, role="weight")
     if scheme == "FP8_TENSOR":

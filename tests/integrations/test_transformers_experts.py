@@ -1,4 +1,4 @@
-"""Experts and scales of the KV cache: what other libraries write, and what they read."""
+"""Experts and KV cache scales in other libraries' checkpoints, written and read."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def mixed(kind: str, projection: str, folder: Path, path: Path) -> str:
 def test_a_projection_in_high_precision_leaves_all_experts_so(
     kind: str, projection: str, folder: Path, tmp_path: Path
 ) -> None:
-    """Also where Transformers renames the experts of the checkpoint."""
+    """This also holds if Transformers renames the experts of the checkpoint."""
     name = mixed(kind, projection, folder, tmp_path / "c")
     with pytest.warns(UserWarning, match="holds 11 FP8 layers .* they were decoded to high"):
         model = fp8kit.load(tmp_path / "c")
@@ -215,7 +215,7 @@ def test_save_pretrained_lists_experts_by_their_names_on_disk(folder: Path, tmp_
 
 
 def test_experts_beyond_256_keep_their_names_while_16_bit_is_the_default() -> None:
-    """Numbers stand for names on the way, and loaders make 16 bit the default."""
+    """Names are numbers on the way, which a 16-bit default dtype, as loaders set, would round."""
     model = tiny_experts.tiny("Llama4Text", num_local_experts=120)
     stack = "model.layers.0.feed_forward.experts.gate_up_proj"
     wanted = {stack: (140, ("gate_proj", "up_proj"))}
@@ -229,7 +229,7 @@ def test_experts_beyond_256_keep_their_names_while_16_bit_is_the_default() -> No
 
 
 def test_a_router_is_listed_by_the_name_of_its_module_too(folder: Path, tmp_path: Path) -> None:
-    """Engines that run the model of Transformers ask for its modules."""
+    """Engines that run Transformers' model look its modules up by name."""
     quantize_checkpoint(tiny("Phimoe", folder), tmp_path / "c")
     listed = quantization(tmp_path / "c")["ignore"]
     assert {"model.layers.0.block_sparse_moe.gate", "model.layers.0.mlp.router"} <= set(listed)
@@ -239,7 +239,7 @@ def test_a_router_is_listed_by_the_name_of_its_module_too(folder: Path, tmp_path
 def test_experts_that_transformers_quantized(
     kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It writes codes of single experts, and their scales in stacks."""
+    """Transformers writes codes expert by expert, and their scales in stacks."""
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
     source, written = tiny(kind, folder), tmp_path / "fp8"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -265,7 +265,7 @@ def test_experts_that_transformers_quantized(
 
 
 def as_modules(name: str) -> str:
-    """Name a tensor of Mixtral as exporters do that walk the modules of Transformers."""
+    """Name a tensor of Mixtral like exporters that walk Transformers' modules."""
     for ours, theirs in {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.items():
         name = name.replace(f".{ours}.", f".{theirs}.")
     return name.replace("block_sparse_moe", "mlp")
@@ -319,7 +319,7 @@ def test_input_scales_of_experts_are_written_for_transformers_too(
     load = transformers.AutoModelForCausalLM.from_pretrained
     ours = fp8kit.load(tmp_path / "t")
     theirs, said = load(tmp_path / "t", dtype=torch.bfloat16, output_loading_info=True)
-    # it does not quantize what goes into experts, and has no use for these
+    # Transformers does not quantize inputs of experts, and so has no use for these scales
     assert all(n.endswith(".input_scale") for n in said.pop("unexpected_keys"))
     assert not any(said.values())
     for name in ("gate_up_proj", "down_proj"):
@@ -443,7 +443,7 @@ def test_scales_per_head_have_one_dialect(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_block_may_draw_the_weights_of_its_experts(tmp_path: Path) -> None:
-    """Its class fills the stacks of a part that reads them itself, straight from the file."""
+    """The class initialises the stacks of a submodule that reads them directly from the file."""
     from transformers.models.qwen3_omni_moe import configuration_qwen3_omni_moe as configs
 
     torch.manual_seed(0)
