@@ -1,4 +1,4 @@
-"""The quantizer for CPUs: bits of the reference, and the pieces it works in."""
+"""The quantizer for CPUs: bit-equal to the reference, and its chunks of work."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def device(device: torch.device) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def no_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep few rows, which another kernel takes on Hopper (see ``test_cuda_rows``)."""
+    """Keep few rows, which another kernel takes on Hopper (see ``test_hopper_rows``)."""
     monkeypatch.setattr(triton.hopper_rows, "takes", lambda *_: False)
 
 
@@ -85,7 +85,7 @@ def check(
 
 
 def hard_rows(dtype: torch.dtype, k: int, device: torch.device) -> Tensor:
-    """Return rows of what goes wrong: any magnitude, ties, zeros of both signs, NaN, infinity."""
+    """Return rows of difficult values: any magnitude, ties, zeros of both signs, NaN, infinity."""
     info = torch.finfo(dtype)
     codes = torch.arange(0x7F, dtype=torch.uint8).view(E4M3).float()
     ties = torch.cat([(codes[1:] + codes[:-1]) / 2, codes[-1:]])
@@ -105,7 +105,7 @@ def hard_rows(dtype: torch.dtype, k: int, device: torch.device) -> Tensor:
 @pytest.mark.parametrize("group", GROUPS, ids=str)
 def test_hard_values(group: GroupShape, inputs: torch.dtype, device: torch.device) -> None:
     x = hard_rows(inputs, 131, device)
-    # one NaN would hide all else in a scale that rows share
+    # in a scale that rows share, one NaN would hide all other values
     parts = x.split(1) if group == TENSOR else (x[:9], x[9:]) if group.rows > 1 else (x,)
     for part in parts:
         for dtype in CODES if part is parts[0] or device.type == "cuda" else (E4M3,):
@@ -145,7 +145,7 @@ def test_bounds(group: GroupShape, bound: float, device: torch.device) -> None:
 
 
 def strided(device: torch.device) -> dict[str, Tensor]:
-    """Return tensors whose elements are not where a contiguous tensor has them."""
+    """Return tensors that are not contiguous."""
     base = torch.randn(6, 40, 72, device=device).to(torch.bfloat16)
     return {
         "transposed": base[0].t(),
