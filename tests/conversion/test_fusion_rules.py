@@ -23,7 +23,7 @@ def own() -> nn.Module:
     return nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({**layers, **odd})])})
 
 
-def test_rules() -> None:
+def test_rules_are_parsed_into_links() -> None:
     assert Link.parse("a", "norm -> x.q x.k") == Link("a", "norm", ("x.q", "x.k"))
     assert Link.parse("", "  q   k ") == Link("", None, ("q", "k"))
     assert Link.parse("a.b", "act -> fc").layers == ("a.b.fc",)

@@ -102,7 +102,7 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         Row("works", "an FP8 cache and sliding windows",
             "integrations/test_kv_cache.py::test_a_window_slides_as_that_of_transformers"),
         Row("refused", "a static FP8 cache: `crop`, other batches; gradients into a cache",
-            "integrations/test_kv_cache.py::test_what_is_refused"),
+            "integrations/test_kv_cache.py::test_caches_refuse_wrong_scales_and_arguments"),
         Row("refused", "an FP8 cache for hybrid layers",
             "integrations/test_kv_cache.py::test_kinds_of_layers_without_such_a_cache_are_named"),
     ),

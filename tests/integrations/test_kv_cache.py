@@ -310,7 +310,7 @@ def test_the_scales_of_a_checkpoint_serve_the_cache(target: str, tmp_path: Path)
     assert torch.equal(cache.layers[0].keys, wanted)
 
 
-def test_what_is_refused(nano: Any) -> None:
+def test_caches_refuse_wrong_scales_and_arguments(nano: Any) -> None:
     model = tiny()
     with pytest.raises(CheckpointError, match=r"no k_scale and v_scale for layer 0.*'token'"):
         fp8kit.Fp8Cache(model, "checkpoint")

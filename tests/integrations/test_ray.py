@@ -42,7 +42,9 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return all_bytes(path)
 
 
-def test_the_same_bytes(cluster: None, wanted: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_cluster_writes_the_bytes_of_one_process(
+    cluster: None, wanted: dict[str, bytes], tmp_path: Path
+) -> None:
     quantize_checkpoint(NANO, tmp_path / "out", RECIPE, runner=ray_runner(), progress=False)
     assert all_bytes(tmp_path / "out") == wanted
     assert os.listdir(tmp_path) == ["out"]

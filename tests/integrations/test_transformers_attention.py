@@ -66,7 +66,7 @@ def generated(model: Any, **options: Any) -> Tensor:
     return tokens
 
 
-def test_it_is_known_by_its_name(model: Any) -> None:
+def test_fp8kit_sdpa_is_set_by_its_name(model: Any) -> None:
     expected = model(IDS).logits
     model.set_attn_implementation(NAME)
     assert model.config._attn_implementation == NAME

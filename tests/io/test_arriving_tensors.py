@@ -314,7 +314,7 @@ def test_what_has_no_values_or_no_codes(name: str) -> None:
                 load_weights(model, {name: weights()[name].to(dtype)})
 
 
-def test_buckets() -> None:
+def test_weights_may_arrive_over_several_partial_calls() -> None:
     model, items = on_meta(True), shuffled(weights(), 5)
     first = load_weights(model, items[:9], scheme="FP8_DYNAMIC", partial=True)
     assert "attn.qkv_proj.weight" not in first

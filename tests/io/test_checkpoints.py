@@ -310,7 +310,7 @@ def test_memory_does_not_grow_with_the_tensor(scheme: str, tmp_path: Path) -> No
         assert grown(2**30) > tensor_mib
 
 
-def test_kills(tmp_path: Path) -> None:
+def test_killed_conversions_resume_to_the_same_result(tmp_path: Path) -> None:
     """A dozen kills by default; FP8KIT_KILLS=200 for the long run."""
     kills = os.environ.get("FP8KIT_KILLS", "12")
     out = fresh.run("import interruptions; interruptions.main()", tmp_path, kills, first=TESTS)

@@ -98,7 +98,9 @@ def test_copies_belong_to_themselves(device: torch.device, sums: list[CodesCall]
 
 
 @pytest.mark.parametrize("watched", ["norm", "mlp", "gate_proj"])
-def test_hooks_stop_it(watched: str, device: torch.device, sums: list[CodesCall]) -> None:
+def test_a_hook_ends_the_fusion_of_its_layer(
+    watched: str, device: torch.device, sums: list[CodesCall]
+) -> None:
     model = llama(device)
     fp8kit.convert(model)
     expected = run(model).logits

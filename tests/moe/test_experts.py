@@ -205,7 +205,7 @@ def test_an_expert_taken_twice_counts_twice(backend: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 2), (5, 0)])
-def test_nothing_gives_zeros(shape: tuple[int, int]) -> None:
+def test_no_tokens_or_no_ids_give_zeros(shape: tuple[int, int]) -> None:
     layer, _, _, _ = make("rows")
     ids = torch.zeros(shape, dtype=torch.int64)
     y = compute(layer, torch.randn(shape[0], 64), ids, ids.float())

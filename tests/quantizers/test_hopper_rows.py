@@ -146,7 +146,7 @@ def check(x: Tensor, floor: float = FLOOR) -> None:
 @HOPPER
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("k", LENGTHS)
-def test_lengths(k: int, dtype: torch.dtype) -> None:
+def test_rows_of_every_length_equal_the_reference(k: int, dtype: torch.dtype) -> None:
     taken = [m for m in (1, 7, 32) if hopper_rows.row_cut(m, k * dtype.itemsize // 16, PROCESSORS)]
     if not taken:
         pytest.skip("too long to hold")

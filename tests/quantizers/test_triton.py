@@ -178,7 +178,9 @@ def test_shapes(group: GroupShape, shape: tuple[int, int], device: torch.device)
 
 @pytest.mark.parametrize("group", GROUPS, ids=str)
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0), (2, 0, 32)], ids=str)
-def test_no_elements(group: GroupShape, shape: tuple[int, ...], device: torch.device) -> None:
+def test_tensors_without_elements(
+    group: GroupShape, shape: tuple[int, ...], device: torch.device
+) -> None:
     x = torch.empty(shape, device=device)
     check(x, group)
     scale = reference.quantize(x, group, E4M3, 1e-6, None, roundings(group)[0])[1]
@@ -402,7 +404,7 @@ def problem(
     return QuantizeProblem(group, in_dtype, E4M3, "cuda", capability)
 
 
-def test_what_is_supported(request: pytest.FixtureRequest) -> None:
+def test_groups_and_devices_that_triton_supports(request: pytest.FixtureRequest) -> None:
     for group in (*GROUPS, GroupShape(1, 1)):
         assert triton.supports(problem(group)) is None
     assert "several whole rows" in triton.supports(problem(GroupShape(2, -1)))

@@ -120,7 +120,7 @@ def test_tensors_cover_the_data_once(tmp_path: Path) -> None:
         (b'{"a": 1' + b"0" * 5000 + b"}", "Exceeds the limit"),
     ],
 )
-def test_what_is_no_header(tmp_path: Path, header: Any, message: str) -> None:
+def test_damaged_headers_are_refused(tmp_path: Path, header: Any, message: str) -> None:
     write(tmp_path, header, b"")
     refused(tmp_path, f"model.safetensors is damaged. What is wrong: .*{message}")
 

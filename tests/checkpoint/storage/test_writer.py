@@ -111,7 +111,9 @@ def test_strides_views_and_empty_tensors(tmp_path: Path) -> None:
     limit=st.integers(1, 200),
     order=st.randoms(use_true_random=False),
 )
-def test_shards(sizes: list[int], limit: int, order: Any, tmp_path_factory: Any) -> None:
+def test_shards_keep_the_limit_and_whole_modules(
+    sizes: list[int], limit: int, order: Any, tmp_path_factory: Any
+) -> None:
     folder = tmp_path_factory.mktemp("shards")
     tensors = {}
     for i, n in enumerate(sizes):
@@ -399,7 +401,7 @@ def test_old_files_that_another_process_removes_first(tmp_path: Path, disk: Disk
     assert only(tmp_path / "c") == ["c"]
 
 
-def test_no_room(tmp_path: Path, disk: Disk) -> None:
+def test_a_disk_that_is_too_small_is_refused_first(tmp_path: Path, disk: Disk) -> None:
     disk.has_free(10)
     with pytest.raises(
         CheckpointError, match=r"has 10 bytes free. The checkpoint needs \d\.\d+ kB"

@@ -178,7 +178,9 @@ def test_a_launch_that_fails_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> 
     ],
     ids=str,
 )
-def test_what_it_declines(changes: dict[str, object], reason: str | None) -> None:
+def test_the_hopper_gemm_declines_what_it_cannot_compute(
+    changes: dict[str, object], reason: str | None
+) -> None:
     e4m3, hopper = torch.float8_e4m3fn, ("cuda", (9, 0), "NVIDIA H200")
     problem = MatmulProblem(
         *(1024, 4096, 4096, ROW, ROW, e4m3, e4m3, torch.bfloat16, False, "precise", False), *hopper
