@@ -185,7 +185,7 @@ class FailedError(Exception):
 def serve(
     build: Callable[[], Subject], turn: AbstractContextManager[Any], commands: Connection
 ) -> None:
-    """Build a subject and execute commands until the pipe closes; the main function of a process.
+    """Build a subject and execute commands until there are none left; a process's main function.
 
     Args:
         build: returns the subject.

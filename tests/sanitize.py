@@ -308,7 +308,7 @@ def attention_calls(device: str) -> Calls:
 
 
 def expert_calls(device: str) -> Calls:
-    """Return calls of experts and routing, on ragged shapes; ids are -1, or leave an expert out."""
+    """Return calls of experts and routing, on ragged shapes; ids include -1, and omit an expert."""
     calls: Calls = {}
     for number, pair in enumerate((PAIRS[0], PAIRS[2], PAIRS[4])):
         activation = Activation(interleaved=number % 2 == 1)
