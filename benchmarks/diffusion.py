@@ -25,7 +25,17 @@ from torch import Tensor
 
 import fp8kit
 from peers import quantize_by_torchao
-from processes import Case, Plan, Prepared, check_fp8, compare, graph_us, memory, settle, wall_us
+from processes import (
+    Case,
+    Plan,
+    Prepared,
+    check_fp8,
+    compare,
+    graph_us,
+    memory,
+    run_first_calls,
+    wall_us,
+)
 from timing import write_results
 
 VARIANTS = ("fp8kit", "torchao", "layerwise casting", "bf16")
@@ -116,11 +126,11 @@ class Stack:
             RuntimeError: if the model should have been compiled and was not.
         """
         if case.way == "eager":
-            return settle(self._run, self._device)
+            return run_first_calls(self._run, self._device)
         if not self._compiled:
             self._model.compile_repeated_blocks(backend=self._setup.backend)
             self._compiled = True
-        found, counters = settle(self._run, self._device), torch._dynamo.utils.counters
+        found, counters = run_first_calls(self._run, self._device), torch._dynamo.utils.counters
         if not counters["stats"]["unique_graphs"]:
             raise RuntimeError("torch.compile gave no graph")
         breaks = sum(counters["graph_break"].values())

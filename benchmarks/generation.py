@@ -35,7 +35,17 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import fp8kit
 from llama_layer import llama_8b
 from peers import quantize_by_torchao
-from processes import Case, Plan, Prepared, check_fp8, compare, graph_us, memory, settle, wall_us
+from processes import (
+    Case,
+    Plan,
+    Prepared,
+    check_fp8,
+    compare,
+    graph_us,
+    memory,
+    run_first_calls,
+    wall_us,
+)
 from timing import write_results
 
 PROMPT, LONG_PROMPT = 16, 4096
@@ -245,7 +255,7 @@ class Language:
             RuntimeError: if Transformers should have compiled the decoding and did not.
         """
         call = self._calls[case] = self._call(case)
-        found = settle(call, self._device)
+        found = run_first_calls(call, self._device)
         if case.way != COMPILED:
             return found
         counters = torch._dynamo.utils.counters

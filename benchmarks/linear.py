@@ -40,7 +40,7 @@ GROUPS = {"row": fp8kit.ROW, "tensor": fp8kit.TENSOR, "block": fp8kit.BLOCK}
 # on normal data rounding to FP8 costs 3.8 %, and 5 % in the worst of a thousand parts of a result
 DENSE_ERROR, FP8_ERROR = 0.01, 0.07
 # two runs may share a result file only if these agree
-SAME = ("device", "torch", "cuda", "triton", "commit")
+MUST_AGREE = ("device", "torch", "cuda", "triton", "commit")
 
 Row = dict[str, Any]
 
@@ -269,7 +269,7 @@ def earlier_run(path: Path) -> dict[str, Any]:
         return {"rows": []}
     found: dict[str, Any] = json.loads(path.read_text())
     now = environment()
-    for key in SAME:
+    for key in MUST_AGREE:
         # writing the result file makes the tree dirty
         if str(found.get(key)).removesuffix("-dirty") != str(now[key]).removesuffix("-dirty"):
             raise SystemExit(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from summary import by_model, curves
+from summary import curves, split_odd_shapes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true")
-    found = curves(by_model(json.loads(RESULTS.read_text())["rows"])[0])
+    found = curves(split_odd_shapes(json.loads(RESULTS.read_text())["rows"])[0])
     if parser.parse_args(argv).check:
         if not PLOT.is_file() or fingerprint(found) not in PLOT.read_text():
             raise SystemExit(

@@ -112,7 +112,7 @@ def graph_us(call: Callable[[], object], device: torch.device) -> float:
         torch.cuda.set_stream(stream)
 
 
-def settle(call: Callable[[], Tensor], device: torch.device) -> Prepared:
+def run_first_calls(call: Callable[[], Tensor], device: torch.device) -> Prepared:
     """Run the first calls of a case.
 
     Args:

@@ -111,7 +111,7 @@ def ratios(row: Row, kind: str, comparisons: Comparisons = COMPARISONS) -> Ratio
     return Ratios(row["shape"], us, times[dense] / us, row["roofline_us"] / us, peer, of_peer)
 
 
-def by_model(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
+def split_odd_shapes(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
     """Split rows into models' layers and odd shapes; odd ones count in means only if alone."""
     models = [row for row in rows if not row["shape"].startswith("odd.")]
     odd = [row for row in rows if row["shape"].startswith("odd.")]

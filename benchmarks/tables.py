@@ -23,9 +23,9 @@ from summary import (
     Comparisons,
     Row,
     Summary,
-    by_model,
     compared,
     ratios,
+    split_odd_shapes,
     summarize,
     unmeasured,
 )
@@ -161,7 +161,7 @@ def libraries(rows: Sequence[Row]) -> str:
 
 def overview(every: list[Row]) -> str:
     """Some row counts: row-wise and block-wise against their peers, and bf16."""
-    rows, _ = by_model(every)
+    rows, _ = split_odd_shapes(every)
     row, block = ({line.m: line for line in summarize(rows, kind)} for kind in ("row", "block"))
     others = f"the best peer ({libraries(rows)})" if libraries(rows) else "the best peer"
     title = (
@@ -264,7 +264,7 @@ def every_expert_layer(rows: list[Row]) -> str:
 
 def linear(found: dict[str, Any]) -> str:
     """Whole linear layers: per row count for each case, then every layer."""
-    rows, odd = by_model(found["rows"])
+    rows, odd = split_odd_shapes(found["rows"])
     parts = [
         f"bf16 in and out, {models(rows)}. Ratios are the other's time divided by fp8kit's, "
         "geometric mean and worst layer: above 1 fp8kit is faster. Unless a heading says "

@@ -19,7 +19,7 @@ from fp8kit.formats import FP8_FORMATS
 
 REACH = 7
 E8M0_NAN = 0xFF
-EVERYTHING = "FP8KIT_SWEEP"  # environment variable; with "all" no size is left out
+SWEEP_VARIABLE = "FP8KIT_SWEEP"  # environment variable; with "all" no size is left out
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ def sampled(sizes: Sequence[T], count: int, seed: object) -> list[T]:
         count: number of sizes to return.
         seed: the same seed returns the same sizes.
     """
-    if os.environ.get(EVERYTHING) == "all" or count >= len(sizes):
+    if os.environ.get(SWEEP_VARIABLE) == "all" or count >= len(sizes):
         return list(sizes)
     chosen = random.Random(str(seed)).sample(range(len(sizes)), count)
     return [sizes[i] for i in sorted(chosen)]

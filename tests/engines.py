@@ -27,19 +27,19 @@ def is_listed(config: dict[str, Any], layer: str) -> bool:
     return layer in names or any(re.match(p, layer) for p in patterns)
 
 
-def is_dense(config: dict[str, Any], layer: str) -> bool:
+def linear_is_dense(config: dict[str, Any], layer: str) -> bool:
     """Return whether a linear layer stays dense; the parts of a fused layer must agree."""
     parent, _, last = layer.rpartition(".")
     if is_listed(config, layer):
         return True
     if last not in FUSED and "experts" in layer and "ignore" not in config:
-        return are_dense(config, layer)  # vLLM looks up shared experts like routed ones
+        return experts_are_dense(config, layer)  # vLLM looks up shared experts like routed ones
     found = {is_listed(config, f"{parent}.{part}") for part in FUSED.get(last, (last,))}
     assert len(found) == 1, f"{layer}: some of its parts are listed, and some are not"
     return found.pop()
 
 
-def are_dense(config: dict[str, Any], experts: str) -> bool:
+def experts_are_dense(config: dict[str, Any], experts: str) -> bool:
     """Return whether a module of experts stays dense."""
     if "ignore" not in config:
         return any("experts" in n and experts in n for n in config["ignored_layers"])
@@ -69,7 +69,7 @@ def disagreements(config: dict[str, Any], dense: dict[str, bool]) -> list[str]:
     wrong = []
     for name, kinds in asked.items():
         try:
-            found = (are_dense if name in modules else is_dense)(config, name)
+            found = (experts_are_dense if name in modules else linear_is_dense)(config, name)
         except AssertionError as error:
             wrong.append(str(error))
             continue

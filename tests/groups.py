@@ -22,7 +22,7 @@ class Group(SharedInput):
         self.layers = layers
 
 
-def produced(group: SharedInput, stand_in: Tensor, x: Tensor) -> None:
+def hand_over_codes(group: SharedInput, stand_in: Tensor, x: Tensor) -> None:
     """Give a group the codes of ``x [..., K]``, as a norm does, for calls with ``stand_in``."""
     scheme = group.members[0].scheme
     kind = scheme.activation

@@ -31,20 +31,20 @@ FAST_ROW_ERROR = 8e-3 + 2**-8
 # sqrt(2) * 2.45 % = 3.5 % for two. The margin is a third of the value.
 # A result under the lower bound was not computed in FP8 at all.
 ONE_OPERAND = 2.45e-2
-_TWO = math.sqrt(2) * ONE_OPERAND
+_TWO_OPERANDS = math.sqrt(2) * ONE_OPERAND
 SCHEME_ERROR = {
-    "FP8": (_TWO / 1.5, _TWO * 1.5),
-    "FP8_DYNAMIC": (_TWO / 1.5, _TWO * 1.5),
-    "FP8_TENSOR": (_TWO / 1.5, _TWO * 1.5),
-    "FP8_BLOCK": (_TWO / 1.5, _TWO * 1.5),
-    "MXFP8": (_TWO / 1.5, _TWO * 1.5),
+    "FP8": (_TWO_OPERANDS / 1.5, _TWO_OPERANDS * 1.5),
+    "FP8_DYNAMIC": (_TWO_OPERANDS / 1.5, _TWO_OPERANDS * 1.5),
+    "FP8_TENSOR": (_TWO_OPERANDS / 1.5, _TWO_OPERANDS * 1.5),
+    "FP8_BLOCK": (_TWO_OPERANDS / 1.5, _TWO_OPERANDS * 1.5),
+    "MXFP8": (_TWO_OPERANDS / 1.5, _TWO_OPERANDS * 1.5),
     "FP8_WEIGHT_ONLY": (ONE_OPERAND / 1.5, ONE_OPERAND * 1.5),
 }
 
-# The same of a gated layer of experts. Gate and up each carry the error of two operands, _TWO;
-# rounding their product and the down weight adds _TWO once more. Independent errors add in
-# quadrature: sqrt(3) * _TWO. The upper bound allows MX half a percent more.
-_GATED = math.sqrt(3) * _TWO
+# The same of a gated layer of experts. Gate and up each carry the error of two operands; rounding
+# their product and the down weight adds that error once more. Independent errors add in quadrature:
+# sqrt(3) of them. The upper bound allows MX half a percent more.
+_GATED = math.sqrt(3) * _TWO_OPERANDS
 EXPERTS_ERROR = (_GATED / 1.5, (_GATED + 0.5e-2) * 1.5)
 
 # Relative errors that the tensor core's short accumulator may add to a layer of experts. A result
@@ -97,7 +97,7 @@ def assert_same_loss(losses: Tensor, expected: Tensor) -> None:
     assert abs(mean) <= max(LOSS_DIFFERENCE, 3 * error), f"{mean:+.3%}, standard error {error:.3%}"
 
 
-def bf16_free(backend: str) -> bool:
+def sums_in_fp32(backend: str) -> bool:
     """Say whether a backend sums exact products in fp32, so the output dtype is its yardstick."""
     return backend in ("reference", "dequantized")
 
@@ -140,7 +140,7 @@ def assert_matmul(
     Rows are checked one by one: over a whole matrix a single wrong row would drown.
     """
     assert y.shape == (x.shape[0], w.shape[0])
-    yardstick = y.dtype if bf16_free(backend) else torch.bfloat16
+    yardstick = y.dtype if sums_in_fp32(backend) else torch.bfloat16
     error = (y.double() - exact_product(x, w, bias)).norm(dim=1)
     bound = matmul_bound(x, w, bias, y.dtype, yardstick)
     wrong = (~(error <= bound)).nonzero().flatten().tolist()

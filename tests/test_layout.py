@@ -170,7 +170,7 @@ def arrows_back(tree: ast.Module, own: str) -> list[str]:
     return found
 
 
-def rooms(folder: Path) -> dict[str, set[str]]:
+def imports_inside(folder: Path) -> dict[str, set[str]]:
     """Return the files and folders of a folder, each with the siblings that it imports."""
     place = list(folder.relative_to(SOURCE).parts)
     inside: dict[str, set[str]] = {}
@@ -185,7 +185,7 @@ def rooms(folder: Path) -> dict[str, set[str]]:
     return inside
 
 
-def circle(inside: dict[str, set[str]]) -> list[str]:
+def import_cycle(inside: dict[str, set[str]]) -> list[str]:
     """Return files and folders that import each other in a cycle; empty if there is none."""
     clear: set[str] = set()
 
@@ -457,7 +457,7 @@ def test_no_arrow_points_back() -> None:
 
 
 def test_no_folder_has_a_circle() -> None:
-    assert wrong(lambda folder: circle(rooms(folder)), folders()) == {}
+    assert wrong(lambda folder: import_cycle(imports_inside(folder)), folders()) == {}
 
 
 def test_no_hidden_imports() -> None:
@@ -489,10 +489,10 @@ def test_the_search_for_arrows_can_fail(code: str, own: str, wrong: str) -> None
 
 
 def test_the_searches_for_names_and_circles_can_fail(tmp_path: Path) -> None:
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
-    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
-    assert {"headers", "layout"} & rooms(SOURCE / "checkpoint" / "storage")["reader"]
-    assert "storage" in rooms(SOURCE / "checkpoint")["streaming"]
+    assert import_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert import_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    assert {"headers", "layout"} & imports_inside(SOURCE / "checkpoint" / "storage")["reader"]
+    assert "storage" in imports_inside(SOURCE / "checkpoint")["streaming"]
     (tmp_path / "one.py").touch()
     (tmp_path / "two").mkdir()
     assert names_at_the_top(tmp_path) == ["one", "two"]

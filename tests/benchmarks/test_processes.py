@@ -77,11 +77,11 @@ def test_the_median_of_the_rounds_counts() -> None:
 
 
 def test_a_result_that_is_not_finite_is_no_result() -> None:
-    found = processes.settle(lambda: torch.ones(2, 3), CPU)
+    found = processes.run_first_calls(lambda: torch.ones(2, 3), CPU)
     assert found.result == [1.0] * 6
     assert found.ready_s * 1e6 >= found.first_us > 0
     with pytest.raises(ArithmeticError, match="not finite"):
-        processes.settle(lambda: torch.tensor([1.0, float("nan")]), CPU)
+        processes.run_first_calls(lambda: torch.tensor([1.0, float("nan")]), CPU)
 
 
 def test_memory_counts_each_tensor_once() -> None:

@@ -69,10 +69,10 @@ def test_means_and_worst_layers() -> None:
 
 
 def test_odd_shapes_are_apart_from_models() -> None:
-    models, odd = summary.by_model(ROWS)
+    models, odd = summary.split_odd_shapes(ROWS)
     assert [r["shape"] for r in models] == ["8b.o", "8b.qkv", "8b.o"]
     assert [r["shape"] for r in odd] == ["odd.a"]
-    assert summary.by_model(odd) == (odd, [])
+    assert summary.split_odd_shapes(odd) == (odd, [])
     text = tables.linear({"rows": ROWS})
     assert "1 to 2 layers (Llama 8B)" in text
     means, apart = text.split("### Odd shapes, per-token")

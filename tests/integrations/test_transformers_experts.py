@@ -16,7 +16,7 @@ from torch import Tensor
 import fp8kit
 import tiny_experts
 from checkpoint_samples import SHARD, edit_json
-from engines import are_dense, modules_of_experts
+from engines import experts_are_dense, modules_of_experts
 from fp8kit.checkpoint.inspection import inspect
 from fp8kit.checkpoint.streaming.recipe import Recipe
 from fp8kit.errors import CheckpointError
@@ -86,7 +86,7 @@ def test_engines_are_told_that_experts_are_dense(
     fp8kit.save(model, tmp_path / "c")
     experts = modules_of_experts(load_file(tmp_path / "c" / SHARD))
     assert len(experts) == 1
-    assert all(are_dense(quantization(tmp_path / "c"), name) for name in experts)
+    assert all(experts_are_dense(quantization(tmp_path / "c"), name) for name in experts)
 
 
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
@@ -103,7 +103,7 @@ def test_a_converted_model_is_saved_as_the_stream_writes_it(
         quantize_checkpoint(source, tmp_path / f"{target}-stream", Recipe(scheme, target=target))
         assert_same_files(tmp_path / target, tmp_path / f"{target}-stream")
     experts = modules_of_experts(load_file(tmp_path / "vllm" / SHARD))
-    assert [are_dense(quantization(tmp_path / "vllm"), name) for name in experts] == [False]
+    assert [experts_are_dense(quantization(tmp_path / "vllm"), name) for name in experts] == [False]
     stock(tmp_path / "transformers")  # nothing missing, nothing drawn at random
 
 
@@ -198,11 +198,11 @@ def test_a_directory_tells_engines_what_its_experts_are(
     quantize_checkpoint(source, tmp_path / "c", scheme)
     experts = modules_of_experts(load_file(tmp_path / "c" / SHARD))
     kept = kind in ("GraniteMoe", "GptOss")  # of which no engine loads FP8
-    assert [are_dense(quantization(tmp_path / "c"), n) for n in experts] == [kept]
+    assert [experts_are_dense(quantization(tmp_path / "c"), n) for n in experts] == [kept]
     if not kept:
         recipe = Recipe(scheme, exclude=["*.experts.*"])
         quantize_checkpoint(source, tmp_path / "d", recipe)
-        assert all(are_dense(quantization(tmp_path / "d"), name) for name in experts)
+        assert all(experts_are_dense(quantization(tmp_path / "d"), name) for name in experts)
 
 
 def test_save_pretrained_lists_experts_by_their_names_on_disk(folder: Path, tmp_path: Path) -> None:
@@ -210,7 +210,9 @@ def test_save_pretrained_lists_experts_by_their_names_on_disk(folder: Path, tmp_
         tiny("Mixtral", folder), quantization_config=Fp8KitConfig(exclude=["*.experts"])
     )
     model.save_pretrained(tmp_path / "c")
-    assert are_dense(quantization(tmp_path / "c"), "model.layers.0.block_sparse_moe.experts")
+    assert experts_are_dense(
+        quantization(tmp_path / "c"), "model.layers.0.block_sparse_moe.experts"
+    )
     assert "model.layers.0.block_sparse_moe.gate" in quantization(tmp_path / "c")["ignore"]
 
 

@@ -29,7 +29,7 @@ from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops import operators
 from fp8kit.quantizers.problem import QUANTIZER_BACKENDS, QuantizeProblem
 from fp8kit.runtime.replay_cache import ReplayCache
-from groups import produced
+from groups import hand_over_codes
 from numerics import assert_bits_equal
 
 SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "FP8_TENSOR", "FP8_WEIGHT_ONLY")
@@ -766,7 +766,7 @@ def test_weights_that_a_graph_has_captured_do_not_move(
     with monkeypatch.context() as patch:
         asked = capturing(patch)
         if offered:
-            produced(group, x, x)
+            hand_over_codes(group, x, x)
         layers[0](x)
     assert asked
     for _ in range(2):
@@ -864,7 +864,7 @@ def test_siblings_of_a_layer_that_is_gone_compute_on(
     for _ in range(2):
         x = tokens(device)
         if offered:
-            produced(group, x, x)
+            hand_over_codes(group, x, x)
         for layer in layers:
             assert_bits_equal(layer(x), siblings_alone(layer, x))
         if len(layers) == 3:
@@ -877,7 +877,7 @@ def test_threads_do_not_take_what_waits_for_another(device: torch.device) -> Non
     group = SharedInput(layers)
     x = tokens(device)
     stand_in = torch.full_like(x, torch.nan)
-    produced(group, stand_in, x)
+    hand_over_codes(group, stand_in, x)
     other = threading.Thread(target=lambda: layers[0](tokens(device)))
     other.start()
     other.join()

@@ -15,7 +15,7 @@ import fp8kit
 from fp8kit.modules import shared_input
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.runtime.weight_hazards import safe_to_prefetch
-from groups import Group, produced
+from groups import Group, hand_over_codes
 from numerics import assert_bits_equal
 
 launches = pytest.importorskip("launches", reason="cuda-bindings is not installed")
@@ -53,7 +53,7 @@ def step_with_codes(joined: SharedInput, early: list[bool], rows: int = 4) -> li
     """Call every member with a fused norm's codes; return which launches prefetched the weight."""
     early.clear()
     stand_in = torch.zeros((), dtype=torch.bfloat16).expand(rows, 256)
-    produced(joined, stand_in, torch.randn(rows, 256, dtype=torch.bfloat16))
+    hand_over_codes(joined, stand_in, torch.randn(rows, 256, dtype=torch.bfloat16))
     for member in joined.members:
         member(stand_in)
     return list(early)
@@ -247,7 +247,7 @@ def test_a_sibling_written_just_before_is_seen(offered: bool) -> None:
 
     def results() -> list[Tensor]:
         if offered:
-            produced(joined, stand_in, x)
+            hand_over_codes(joined, stand_in, x)
         return [member(stand_in if offered else x) for member in joined.members]
 
     def write(member: int, version: int) -> None:
@@ -280,7 +280,7 @@ def test_on_hopper_joined_products_are_early_and_recorded(scheme: str) -> None:
     stand_in = torch.zeros((), device="cuda", dtype=torch.bfloat16).expand(x.shape)
     for _ in range(3):
         y = [member(x) for member in joined.members]
-        produced(joined, stand_in, x)
+        hand_over_codes(joined, stand_in, x)
         for member, own in zip(joined.members, y, strict=True):
             assert_bits_equal(member(stand_in), own)
     assert all(safe_to_prefetch(m.weight) for m in joined.members)

@@ -14,7 +14,7 @@ from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops import operators
 from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime.replay_cache import MOST_KEYS
-from groups import Group, produced
+from groups import Group, hand_over_codes
 from numerics import assert_bits_equal
 from recorded_calls import CpuBackends, install
 
@@ -88,7 +88,7 @@ def test_joined_products_of_codes_are_recorded(scheme: str, cpu_backends: CpuBac
         x = x_of()
         stand_in = torch.zeros(()).expand(x.shape)
         cpu_backends.calls.clear()
-        produced(joined, stand_in, x)
+        hand_over_codes(joined, stand_in, x)
         results = called(joined, stand_in)
         assert cpu_backends.calls == ([] if turn > 1 else ["quantize", "multiply"])
         for member, y in zip(joined.members, results, strict=True):
@@ -228,7 +228,7 @@ def test_codes_of_another_width_are_refused(rows: int) -> None:
 
     def behind(x: Tensor) -> None:
         stand_in = torch.zeros(()).expand(x.shape)
-        produced(joined, stand_in, x)
+        hand_over_codes(joined, stand_in, x)
         called(joined, stand_in)
 
     for _ in range(3):
