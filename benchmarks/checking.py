@@ -1,4 +1,4 @@
-"""No kernel is timed that is wrong, or that cannot be captured into a graph."""
+"""Check cases before they are timed: a wrong result or a failed graph capture excludes a case."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _COLUMNS = 128
 
 @dataclass
 class Checked:
-    """What became of some cases.
+    """The checked cases of one layer and row count.
 
     Args:
-        cases: those that may be timed.
-        errors: name to error relative to the exact product, of the whole result.
-        failed: name to the reason why a case may not be timed.
+        cases: the cases that may be timed, by name.
+        errors: by name, the error of the whole result relative to the exact product.
+        failed: by name, the reason why a case may not be timed.
     """
 
     cases: dict[str, Case] = field(default_factory=dict)
@@ -27,11 +27,11 @@ class Checked:
     failed: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, case: Case, exact: Tensor, limit: float) -> None:
-        """Run a case once, compare it, capture it, and put it where it belongs.
+        """Run a case once, compare its result, capture it, and add it to ``cases`` or ``failed``.
 
         Args:
-            name: what to call it.
-            case: gives ``[M, N]`` for the first copy of the weight.
+            name: name of the case.
+            case: called with 0, returns ``[M, N]`` for the first copy of the weight.
             exact: fp32 ``[M, N]``.
             limit: the largest relative error of any row and of any 128 columns.
         """
@@ -46,7 +46,7 @@ class Checked:
             if y.is_cuda:
                 capture_once(case)
         except Exception as broken:
-            # one kernel that does not serve a shape is a result, not the end of the run
+            # a kernel that does not serve a shape is a result, and must not end the run
             self.failed[name] = reason(broken)
             return
         self.cases[name], self.errors[name] = case, whole
@@ -55,8 +55,8 @@ class Checked:
 def relative_errors(y: Tensor, exact: Tensor) -> tuple[float, float]:
     """Compare a result with the exact one.
 
-    An edge that is computed wrong hides in the norm of the whole, so rows and slices of columns
-    are compared on their own, too.
+    A wrong edge would vanish in the norm of the whole result, so rows and slices of columns are
+    also compared on their own.
 
     Args:
         y: any float dtype ``[M, N]``.
@@ -79,7 +79,7 @@ def relative_errors(y: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 def capture_once(case: Case) -> None:
-    """Capture two calls and replay them, so that a case which cannot be captured says so here."""
+    """Capture two calls and replay them: a case that cannot be captured raises here."""
     torch.cuda.synchronize()
     stream, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
     try:
@@ -87,7 +87,7 @@ def capture_once(case: Case) -> None:
             case(0)
             case(1)
     finally:
-        # a capture that failed leaves its own stream current
+        # a failed capture leaves its own stream current
         torch.cuda.set_stream(stream)
     graph.replay()
     torch.cuda.synchronize()

@@ -2,9 +2,9 @@
 
     python benchmarks/compiled.py OUT.json
 
-Compares the eager FP8 layer whose norms and activations write FP8 themselves with the same layer
-compiled, where one operator per layer quantizes and multiplies. bf16, eager and compiled, is the
-base.
+Compares the eager FP8 layer, whose norms and activations write FP8 themselves, with the same layer
+compiled, where one operator per linear layer quantizes and multiplies. The baseline is bf16, eager
+and compiled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     )
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
-    # every variant counts against the limit of the one forward that they share
+    # all variants share one forward, and so one recompile limit
     torch._dynamo.config.recompile_limit = 64
     config, device = llama_8b(), torch.device("cuda")
     layers = variants(dense_layer(config, device))
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def variants(dense: nn.Module) -> dict[str, Layer]:
-    """Return the layer in every way that is compared, compiled on the first call."""
+    """Return the compared variants of the layer; compiled ones compile at their first call."""
     fused = copy.deepcopy(dense)
     fp8kit.convert(fused)
     found: dict[str, Layer] = {"bf16": dense, "fused": fused}

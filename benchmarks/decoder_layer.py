@@ -2,9 +2,9 @@
 
     python benchmarks/decoder_layer.py OUT.json
 
-Compares bf16 with FP8 layers that quantize each input on its own, with layers that share
-quantized inputs and joined weights, and with norms and activations that write FP8 themselves, by
-rows and with block scales.
+Compares bf16 with three FP8 variants: linear layers that each quantize their own input, layers that
+share quantized inputs and joined weights, and norms and activations that write FP8 themselves, with
+row-wise and with block scales.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/diffusion.py OUT.json
 
-Every variant runs in a process of its own: bf16, fp8kit, torchao's row-wise FP8, and what diffusers
-itself has of FP8, `enable_layerwise_casting`, which stores weights in FP8 and multiplies in bf16.
-`eager` is the model as it is, `compiled` after `compile_repeated_blocks`, as diffusers recommends,
-`captured` is that in a CUDA graph, where the host's time does not count.
+Every variant runs in a process of its own: bf16, fp8kit, torchao's row-wise FP8, and diffusers' own
+FP8, `enable_layerwise_casting`, which stores weights in FP8 and multiplies in bf16. `eager` is the
+model as it is, `compiled` the model after `compile_repeated_blocks`, as diffusers recommends, and
+`captured` the compiled model in a CUDA graph, where the host's time does not count.
 Torchao takes part with `TORCHAO=1`, or the folder that holds it.
 """
 
@@ -25,7 +25,17 @@ from torch import Tensor
 
 import fp8kit
 from peers import quantize_by_torchao
-from processes import Case, Plan, Prepared, check_fp8, compare, graph_us, memory, settle, wall_us
+from processes import (
+    Case,
+    Plan,
+    Prepared,
+    check_fp8,
+    compare,
+    graph_us,
+    memory,
+    run_first_calls,
+    wall_us,
+)
 from timing import write_results
 
 VARIANTS = ("fp8kit", "torchao", "layerwise casting", "bf16")
@@ -36,16 +46,16 @@ DOUBLE, SINGLE = 19, 38  # blocks of Flux
 
 @dataclass(frozen=True)
 class Setup:
-    """What a process builds.
+    """The model that a process builds.
 
     Args:
         variant: one of ``VARIANTS``.
-        double: blocks that hold text and image apart.
-        single: blocks that join them.
-        image: tokens of the image.
-        text: tokens of the prompt.
-        backend: of ``torch.compile``.
-        tiny: build something that a CPU can run.
+        double: number of blocks that process text and image apart.
+        single: number of blocks that process them jointly.
+        image: number of tokens of the image.
+        text: number of tokens of the prompt.
+        backend: backend of ``torch.compile``.
+        tiny: build a model that is small enough for a CPU.
     """
 
     variant: str
@@ -58,7 +68,7 @@ class Setup:
 
 
 def transformer(setup: Setup, device: torch.device) -> Any:
-    """Return a bf16 model, the same weights every time."""
+    """Return a bf16 model with the same random weights at every call."""
     torch.manual_seed(0)
     sizes = {"attention_head_dim": 32, "num_attention_heads": 4} if setup.tiny else {}
     sizes |= {"joint_attention_dim": 128, "axes_dims_rope": (8, 12, 12)} if setup.tiny else {}
@@ -77,11 +87,11 @@ def build(setup: Setup) -> Stack:
     """Build one variant on the GPU, or on the CPU where there is none.
 
     Raises:
-        DeclinedError: if torchao is asked for and not there.
-        ValueError: if nothing of it is FP8 that should be.
+        DeclinedError: if the variant is torchao's and torchao is absent.
+        ValueError: if the variant should have FP8 weights and has none.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # what torch itself loads at its first calls counts for nobody
+    # a small model runs first: no variant is charged for what torch loads at its first calls
     twin = Stack(transformer(replace(setup, double=1, single=1), device), setup, device)
     twin.prepare(Case("eager", 1, setup.image))
     model = transformer(setup, device)
@@ -98,7 +108,7 @@ def build(setup: Setup) -> Stack:
 
 
 class Stack:
-    """A transformer that is timed; a ``Subject`` of ``processes``."""
+    """A transformer to time, a ``Subject`` of ``processes``."""
 
     def __init__(self, model: Any, setup: Setup, device: torch.device) -> None:
         self._model, self._setup, self._device = model, setup, device
@@ -110,17 +120,17 @@ class Stack:
 
     @torch.no_grad()
     def prepare(self, case: Case) -> Prepared:
-        """Run the model until it is steady; once it is compiled, it stays so.
+        """Run the model until its time is steady; a compiled model stays compiled.
 
         Raises:
-            RuntimeError: if nothing was compiled that should have been.
+            RuntimeError: if the model should have been compiled and was not.
         """
         if case.way == "eager":
-            return settle(self._run, self._device)
+            return run_first_calls(self._run, self._device)
         if not self._compiled:
             self._model.compile_repeated_blocks(backend=self._setup.backend)
             self._compiled = True
-        found, counters = settle(self._run, self._device), torch._dynamo.utils.counters
+        found, counters = run_first_calls(self._run, self._device), torch._dynamo.utils.counters
         if not counters["stats"]["unique_graphs"]:
             raise RuntimeError("torch.compile gave no graph")
         breaks = sum(counters["graph_break"].values())

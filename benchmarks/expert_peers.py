@@ -1,14 +1,14 @@
-"""Layers of experts as others compute them: Transformers in bf16, and vLLM 0.25 in FP8.
+"""Peers that compute layers of experts: Transformers in bf16, and vLLM 0.25 in FP8.
 
 Transformers has two ways, ``batched_mm`` and ``grouped_mm`` of ``transformers.integrations.moe``;
 the same operators are called here on a layer with gates, without biases.
 
-vLLM's Triton experts come from a folder, which holds
+vLLM's Triton experts come from a folder (``--vllm FOLDER``) that holds
 
-* ``vllm/``: the package, or as much of it as ``TritonExperts`` imports, and a
+* ``vllm/``: the package, or the part of it that ``TritonExperts`` imports, with a
   ``FusedMoEQuantConfig(w1_scale, w2_scale, per_token, block_shape)``;
 * ``moe.so`` and ``c.so``: its compiled operators, plain or as ``.so.xz``;
-* ``fallback_ops.py``, optional: functions for operators that do not run.
+* ``fallback_ops.py``, optional: functions that replace operators that do not run here.
 
 They are called as ``FusedMoEKernelModularImpl`` calls them, without the last copy of the result.
 """
@@ -55,7 +55,7 @@ class Coded(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """Where tokens go: experts ``int32 [M, k]`` and weights ``float32 [M, k]``."""
+    """The routing of all tokens: expert ids ``int32 [M, k]`` and weights ``float32 [M, k]``."""
 
     ids: Tensor
     weights: Tensor
@@ -63,13 +63,13 @@ class Routes(NamedTuple):
 
 @dataclass
 class ExpertLayer:
-    """What every case computes from; calls take turns among routes and copies of the weights.
+    """The input, routes and weights of every case; calls alternate between routes and copies.
 
     Args:
         x: bf16 ``[M, H]``.
-        routes: of each turn.
+        routes: one per turn; call ``i`` uses the routes ``i``.
         dense: copies of the bf16 weights.
-        coded: the same copies by granularity: ``"row"`` and, where they fit, ``"block"``.
+        coded: the same copies in FP8, by granularity: ``"row"`` and, if blocks fit, ``"block"``.
     """
 
     x: Tensor
@@ -85,7 +85,7 @@ def silu_and_mul(y: Tensor) -> Tensor:
 
 
 def batched_mm(x: Tensor, dense: Dense, ids: Tensor, weights: Tensor) -> Tensor:
-    """Copy the weights of each pair, and multiply pair by pair; ``ids`` int64."""
+    """Gather the weights of each pair (token, expert), and multiply pair by pair; ``ids`` int64."""
     flat = ids.reshape(-1)
     rows = x.repeat_interleave(ids.shape[1], dim=0)[:, :, None]
     inner = silu_and_mul(torch.bmm(dense.w13[flat], rows).squeeze(-1))
@@ -108,14 +108,14 @@ def grouped_mm(x: Tensor, dense: Dense, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def transformers_case(function: Callable[..., Tensor], layer: ExpertLayer) -> Case:
-    """Build one of the two ways; ids and weights have the dtypes that a model gives them."""
+    """Build a case of one of the two functions, with the dtypes of a model's ids and weights."""
     routes = [(ids.long(), weights.to(layer.x.dtype)) for ids, weights in layer.routes]
     dense = layer.dense
     return lambda i: function(layer.x, dense[i % len(dense)], *routes[i])
 
 
 def unpacked(folder: Path, into: Path) -> list[Path]:
-    """Return vLLM's compiled operators, uncompressed where they are compressed."""
+    """Return the paths of vLLM's compiled operators; compressed ones are unpacked into ``into``."""
 
     def one(name: str) -> Path | None:
         plain, packed = folder / f"{name}.so", folder / f"{name}.so.xz"
@@ -137,10 +137,10 @@ class Vllm:
         experts: the class ``TritonExperts``.
         config: the class ``FusedMoEQuantConfig``.
         quantize: the function that quantizes the input.
-        activation: SiLU with gates.
-        version: of the package.
-        activate_and_quantize: the function behind the first of two products, by groups of 128.
-        operators: name to what runs: vLLM's own, or a fallback and why.
+        activation: vLLM's name of gated SiLU.
+        version: version of the package.
+        activate_and_quantize: the function between the two GEMMs, for groups of 128.
+        operators: by name, what runs: vLLM's own operator, or a fallback and the reason.
     """
 
     experts: Any
@@ -198,15 +198,15 @@ class Vllm:
 
 
 def load_vllm(folder: Path, libraries: list[Path], device: torch.device) -> Vllm:
-    """Import vLLM's experts from a folder, and put a fallback where an operator does not run.
+    """Import vLLM's experts from a folder, and replace operators that do not run by fallbacks.
 
     Args:
-        folder: see the head of this file.
-        libraries: what ``unpacked`` returned.
-        device: where operators are tried.
+        folder: described at the head of this file.
+        libraries: the paths that ``unpacked`` returned.
+        device: the device on which operators are tried.
     """
     sys.path.insert(0, str(folder))
-    # vLLM compiles helpers when it is imported, which the layers measured here never call
+    # vLLM's import compiles helper functions that the layers measured here never call
     with mock.patch.object(torch, "compile", return_value=lambda function: function):
         triton_moe = importlib.import_module(f"{_LAYERS}.experts.triton_moe")
         utils = importlib.import_module(f"{_LAYERS}.utils")
@@ -218,7 +218,7 @@ def load_vllm(folder: Path, libraries: list[Path], device: torch.device) -> Vllm
         name: _tried(operator, folder) for name, operator in _operators(utils, device).items()
     }
     silu = triton_moe.MoEActivation.SILU
-    # a package of excerpts says so behind a dash
+    # the version of an excerpted package has a suffix behind a dash
     version = str(getattr(package, "__version__", "present")).partition("-")[0]
     ops = importlib.import_module("vllm._custom_ops")
 
@@ -287,7 +287,7 @@ def _tried(operator: _Operator, folder: Path) -> str:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     except Exception as broken:
-        # whatever an operator lacks, the folder may bring another way
+        # for whatever reason an operator fails, the folder may hold a fallback
         if not (folder / "fallback_ops.py").is_file():
             return f"fails: {reason(broken)}"
         operator.replace(importlib.import_module("fallback_ops"))

@@ -3,15 +3,16 @@
     python benchmarks/experts.py OUT.json [--models Mixtral,GLM | all] [--tokens 1,16,4096]
         [--vllm FOLDER] [--seconds 110] [--quick]
 
-Ids and weights of the router are given, and there are no shared experts. Calls take turns among
-copies of the weights, and among routes: uniform, and for some token counts skewed, expert ``e``
-chosen in proportion to ``1 / (e + 1)``. Every case is compared with fp32 products of its own
-weights before it is timed; an error of fp8kit or bf16 ends the run with a failure. The file is
-written after every row. `expert_peers.py` says what the folder of vLLM holds; without it the result
-says that vLLM is absent. `grouped_peers.py` holds the others, timed where they can be imported.
+The router's ids and weights are given, and there are no shared experts. Successive calls use other
+copies of the weights, which are cold, and other routes (ids and weights). Routing is uniform, and
+for some token counts also skewed: expert ``e`` is chosen in proportion to ``1 / (e + 1)``. Every
+case is compared with fp32 products of its own weights before it is timed; if fp8kit or bf16 fails,
+the run exits with an error. OUT.json is written after every row. `expert_peers.py` says what the
+folder of vLLM holds; without it the result says that vLLM is absent. `grouped_peers.py` has the
+other peers, which are timed if they can be imported; they need vLLM's folder too.
 
-Triton and NVRTC compile for minutes, in one process. So processes of their own run every case once
-beforehand (``--processes``), and what is measured finds the kernels in the caches on disk.
+Triton and NVRTC would compile for minutes in one process. So ``--processes`` other processes first
+run every case once, and the timed process finds the kernels in the caches on disk.
 """
 
 from __future__ import annotations
@@ -64,11 +65,11 @@ from timing import Case, copies_past_cache, environment, time_cases, write_resul
 TOKENS = "1,4,16,64,128,1024,4096"
 SKEWED = (16, 128, 4096)
 GROUPS = {"row": fp8kit.ROW, "block": fp8kit.BLOCK}
-# rounding input and intermediate to FP8 costs 4.4 % on such data, and 6.2 % in the worst of a
-# thousand tokens; bf16 costs half a percent, and 0.8 % there
+# on normal data rounding input and intermediate to FP8 costs 4.4 %, and 6.2 % in the worst of a
+# thousand tokens; bf16 costs 0.5 %, and 0.8 % in the worst token
 DENSE_ERROR, FP8_ERROR = 0.02, 0.08
 _MOST_COPIES, _TURNS, _FEW_TOKENS = 6, 12, 128
-_MOST_GATHERED = 8e9  # bytes of weights that batched_mm copies: more takes the time of all others
+_MOST_GATHERED = 8e9  # bytes of weights that batched_mm copies; more takes as long as all others
 _COMPILING_SECONDS = 45.0
 
 Row = dict[str, Any]
@@ -76,7 +77,7 @@ Build = Callable[[ExpertLayer], Case]
 
 
 def ours(kind: str) -> Build:
-    """Build ``fp8kit.moe.experts`` on weights of one granularity."""
+    """Return a builder of ``fp8kit.moe.experts`` on weights of one granularity."""
 
     def build(layer: ExpertLayer) -> Case:
         x, coded = layer.x, layer.coded[kind]
@@ -85,7 +86,7 @@ def ours(kind: str) -> Build:
     return build
 
 
-# each case, and whose dequantized weights its exact result has
+# each case: the kind of weights from which its exact result is computed, and its builder
 OURS: dict[str, tuple[str, Build]] = {f"fp8kit_{kind}": (kind, ours(kind)) for kind in GROUPS}
 DENSE: dict[str, tuple[str, Build]] = {
     "bf16_batched_mm": ("dense", partial(transformers_case, batched_mm)),
@@ -94,9 +95,9 @@ DENSE: dict[str, tuple[str, Build]] = {
 
 
 def peer_cases(vllm: Vllm | None, shape: ExpertShape, tokens: int) -> dict[str, tuple[str, Build]]:
-    """Return the cases of peers that are there and serve a layer and a token count.
+    """Return the cases of the peers that are available and serve a layer and a token count.
 
-    All need vLLM, whose quantizers run around the products of others.
+    All need vLLM, whose quantizers run around the GEMMs of torch and DeepGEMM.
     """
     if vllm is None:
         return {}
@@ -116,10 +117,10 @@ class Bench:
     """What a run measures.
 
     Args:
-        vllm: the peer, if it is there.
+        vllm: vLLM, if it could be loaded.
         device: where to measure.
         effort: how long to measure each case.
-        timer: measures them.
+        timer: the function that times cases.
     """
 
     vllm: Vllm | None
@@ -190,12 +191,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def absolute(text: str) -> Path:
-    """Read a path, which other processes and the dynamic linker find, too."""
+    """Read a path and make it absolute, for other processes and the dynamic linker."""
     return Path(text).resolve()
 
 
 def model_names(text: str) -> dict[str, ExpertShape]:
-    """Read starts of models' names, separated by commas."""
+    """Read prefixes of models' names, separated by commas, or ``all``."""
     words = text.split(",")
     for word in words:
         if word != "all" and not (word and any(name.startswith(word) for name in EXPERTS)):
@@ -207,13 +208,13 @@ def model_names(text: str) -> dict[str, ExpertShape]:
 def peer(
     folder: Path | None, libraries: list[Path], device: torch.device
 ) -> tuple[Vllm | None, dict[str, str]]:
-    """Load vLLM, or tell why it is not there."""
+    """Load vLLM, or return the reason why it is absent."""
     if folder is None:
         return None, {"vllm": "not asked for (--vllm FOLDER)"}
     try:
         return load_vllm(folder, libraries, device), {}
     except Exception as broken:
-        # a library that does not load costs its own columns only
+        # if a library does not load, only its own columns stay empty
         print(f"vllm: {reason(broken)}", flush=True)
         return None, {"vllm": reason(broken)}
 
@@ -240,11 +241,11 @@ def compile_ahead(arguments: argparse.Namespace, libraries: list[Path]) -> None:
 
 @torch.no_grad()
 def compile_quantizers(device_name: str, shape: ExpertShape) -> dict[str, str]:
-    """Quantize the weights of a layer once; return failures."""
+    """Quantize the weights of a layer once, to compile the quantizers; return failures."""
     try:
         make_weights(torch.Generator(torch.device(device_name)).manual_seed(0), shape, most=1)
     except Exception as broken:
-        # the same happens when it is measured, and stops the run there
+        # the measuring process meets the same error, and stops
         return {f"the weights of {shape}": reason(broken)}
     torch.cuda.empty_cache()
     return {}
@@ -257,7 +258,7 @@ _loaded: dict[Path | None, Vllm | None] = {}
 def compile_cell(
     folder: Path | None, libraries: list[Path], device_name: str, shape: ExpertShape, tokens: int
 ) -> dict[str, str]:
-    """Run the FP8 cases of one layer and token count on weights of any value; return failures."""
+    """Run the FP8 cases of one layer and token count once, to compile them; return failures."""
     device = torch.device(device_name)
     if folder not in _loaded:
         _loaded[folder] = peer(folder, libraries, device)[0]
@@ -278,7 +279,7 @@ def compile_cell(
             try:
                 build(layer)(0)
             except Exception as broken:
-                # the same happens when it is measured, and is recorded there
+                # the measuring process meets the same error, and records it
                 failed[f"{name} of {shape} m={tokens}"] = reason(broken)
     del layer, coded, codes
     if device.type == "cuda":
@@ -289,11 +290,11 @@ def compile_cell(
 def measure_all(
     bench: Bench, models: Mapping[str, ExpertShape], counts: Sequence[int], deadline: float
 ) -> Iterator[Row]:
-    """Return a row per model, routing and token count, until the time is up."""
-    # a failed capture leaves the default generator unusable, so numbers come from another one
+    """Yield a result row per model, token count and routing, until the deadline."""
+    # a failed capture leaves the default generator unusable, so random numbers come from this one
     generator = torch.Generator(bench.device).manual_seed(0)
     if bench.device.type == "cuda":
-        # captures of graphs may collect garbage: this much is none
+        # capturing a graph may collect garbage: exempt all objects that exist already
         gc.collect()
         gc.freeze()
     for name, shape in models.items():
@@ -310,7 +311,7 @@ def measure_all(
             drawn = [routes(generator, shape, m, routing) for _ in range(turns)]
             x = normal(generator, m, shape.hidden)
             try:
-                # nothing here may outlive the weights, which fill the GPU for large layers
+                # hold no tensor here beyond this call: a large layer's weights fill the GPU
                 found = measure(bench, shape, ExpertLayer(x, drawn, dense, coded))
             except torch.OutOfMemoryError as broken:
                 print(f"{name} m={m} {routing}: skipped, {reason(broken)}", flush=True)
@@ -323,17 +324,17 @@ def measure_all(
 
 
 def turns_for(tokens: int, copies: int) -> int:
-    """Return among how many routes calls take turns: a multiple of the copies of the weights."""
+    """Return the number of routes that calls alternate between, a multiple of ``copies``."""
     return copies * -(-_TURNS // copies) if tokens <= _FEW_TOKENS else copies
 
 
 def make_weights(
     generator: torch.Generator, shape: ExpertShape, most: int = _MOST_COPIES
 ) -> tuple[list[Dense], dict[str, list[Coded]]]:
-    """Draw the weights of all experts, and copy them past the cache of the device."""
+    """Draw the weights of all experts, and copy them until they exceed the device's cache."""
     e, top_k, h, i = shape
     count = min(most, copies_past_cache(top_k * shape.expert_weights, generator.device))
-    # what leaves a product has the size of what enters it
+    # scaled so that the result of a GEMM is about as large as its input
     one = Dense(normal(generator, e, 2 * i, h) * h**-0.5, normal(generator, e, h, i) * i**-0.5)
     dense = [one, *(Dense(*(w.clone() for w in one)) for _ in range(count - 1))]
     coded = {}
@@ -346,14 +347,14 @@ def make_weights(
 
 
 def blocks_fit(shape: ExpertShape) -> bool:
-    """Return whether both weights consist of whole blocks, as checkpoints with blocks have them."""
+    """Return whether both weights consist of whole 128x128 blocks, as in block-wise checkpoints."""
     return not shape.hidden % fp8kit.BLOCK.cols and not shape.intermediate % fp8kit.BLOCK.cols
 
 
 def routes(generator: torch.Generator, shape: ExpertShape, tokens: int, routing: str) -> Routes:
-    """Draw different experts for each token, and weights that add up to one."""
+    """Draw ``top_k`` distinct experts for each token, and weights that add up to one."""
     size, device = (tokens, shape.experts), generator.device
-    # the largest of p / exponential are drawn without replacement, in proportion to p
+    # the top k of p / Exponential(1) are a sample without replacement, in proportion to p
     key = torch.empty(size, device=device).exponential_(generator=generator).reciprocal_()
     if routing == "skewed":
         key /= torch.arange(1, shape.experts + 1, device=device)
@@ -395,7 +396,7 @@ def measure(bench: Bench, shape: ExpertShape, layer: ExpertLayer) -> Row:
 
 
 def deferred(build: Build, layer: ExpertLayer) -> Case:
-    """Build a case at its first call, where a failure is recorded."""
+    """Return a case that is built at its first call, where ``Checked`` records a failure."""
     built: list[Case] = []
 
     def run(i: int) -> object:
@@ -407,7 +408,7 @@ def deferred(build: Build, layer: ExpertLayer) -> Case:
 
 
 def exact(layer: ExpertLayer, kind: str) -> Tensor:
-    """Compute the first turn in fp32, from bf16 weights or from the values of codes."""
+    """Compute the layer for the first routes in fp32, from bf16 or dequantized weights."""
     ids, weights = layer.routes[0]
     w13, w2 = layer.dense[0] if kind == "dense" else layer.coded[kind][0]
     y = torch.zeros(layer.x.shape, device=layer.x.device)
@@ -429,7 +430,7 @@ def values(stack: Tensor | fp8kit.QTensor, expert: int) -> Tensor:
 
 
 def backend(layer: ExpertLayer, shape: ExpertShape, kind: str) -> str:
-    """Name the backend that computes a case of fp8kit."""
+    """Return the name of the backend that dispatch chooses for a case of fp8kit."""
     group = GROUPS[kind]
     x_group, rounding = activation_format(group, None, None)
     device = layer.x.device

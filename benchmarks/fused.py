@@ -2,10 +2,10 @@
 
     python benchmarks/fused.py OUT.json [--rows 16,4096,16384] [--only "rms 4096,silu_mul 14336"]
 
-Bandwidth counts the bytes that a fused pass must move: its operands once, its codes and scales
-once, weights of K elements not at all. Two targets are judged for M >= 4096: at least 85 % of
-4.3 TB/s, and no more time than the same norm or activation takes without any quantizer. Before it
-is timed, every case is compared with the unfused one.
+Bandwidth counts the bytes that a fused pass must move: operands, codes and scales once each,
+weights of K elements not at all. For M >= 4096 there are two targets: at least 85 % of 4.3 TB/s,
+and no more time than the same norm or activation takes without a quantizer. Every case is compared
+with the unfused one before it is timed.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Producer(NamedTuple):
-    """A fused function and what it replaces.
+    """A fused function, and torch's unfused one.
 
     Args:
         k: elements per row.
-        reads: matrices [M, K] that are read.
-        writes: 16-bit matrices [M, K] that are written besides the codes.
-        fused: from operands [reads, M, K] and quantize options to codes.
-        plain: from the same operands to the result before quantization, as torch computes it.
+        reads: number of matrices [M, K] that are read.
+        writes: number of 16-bit matrices [M, K] that are written besides the codes.
+        fused: computes codes from operands [reads, M, K] and the options of ``quantize``.
+        plain: computes the result before quantization from the same operands, in torch.
     """
 
     k: int
@@ -178,7 +178,7 @@ def check(name: str, q: Any, expected: Any) -> None:
     """Compare a fused result with the unfused one, so that no wrong kernel is timed."""
     a, b = (fp8kit.dequantize(v).reshape(-1) for v in (q, expected))
     error = float((a - b).norm() / b.norm())
-    # torch's fused norms round once where Llama's rounds twice: codes flip, at most a step each
+    # torch's fused norms round once, Llama's twice: codes may differ, each by one step at most
     if not error < 0.02:
         raise SystemExit(f"{name} is wrong: it differs from the unfused result by {error:.3f}")
 

@@ -3,17 +3,17 @@
     python benchmarks/generation.py llama OUT.json
     python benchmarks/generation.py qwen OUT.json --layers 8
 
-Every variant (bf16, fp8kit, torchao's row-wise FP8) runs in processes of its own and in these ways:
+Each variant (bf16, fp8kit, torchao's row-wise FP8) has processes of its own and runs in these ways:
 
-* `forward`: one token, and a long prompt, without a cache; these calls are the model's first ones.
+* `forward`: one token, and a long prompt, without a cache, as the model's first calls.
 * `generate`: Transformers' greedy decoding with the cache that it makes by itself.
 * `compiled`: `generate(cache_implementation="static")`, which compiles the decoding by itself.
 * `step`: the forward pass of one token with a static cache, eager.
-* `captured`: the same in a CUDA graph.
-* `prefill`: the forward pass of a long prompt, eager, and `prefill captured`.
+* `captured`: the same as `step`, in a CUDA graph.
+* `prefill`: the forward pass of a long prompt, eager; `prefill captured`: the same in a CUDA graph.
 
-A model with fewer layers than the real one gets as small a part of its vocabulary, so that what the
-head costs stays in proportion. Torchao takes part with `TORCHAO=1`, or the folder that holds it.
+A model with a part of the real one's layers gets the same part of its vocabulary, so that the cost
+of the head stays in proportion. Torchao takes part with `TORCHAO=1`, or the folder that holds it.
 """
 
 from __future__ import annotations
@@ -35,27 +35,37 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import fp8kit
 from llama_layer import llama_8b
 from peers import quantize_by_torchao
-from processes import Case, Plan, Prepared, check_fp8, compare, graph_us, memory, settle, wall_us
+from processes import (
+    Case,
+    Plan,
+    Prepared,
+    check_fp8,
+    compare,
+    graph_us,
+    memory,
+    run_first_calls,
+    wall_us,
+)
 from timing import write_results
 
 PROMPT, LONG_PROMPT = 16, 4096
-ROOM = 112  # tokens that a static cache holds behind the prompt
+ROOM = 112  # tokens that fit into a static cache behind the prompt
 NEW_TOKENS = {"generate": 24, "compiled": 48}
-UNSTEADY = 8  # steps of a call in which graphs may still be recorded
-CHOSEN = 1e4  # a score that wins
+UNSTEADY = 8  # the first steps of a call, in which graphs may still be recorded
+CHOSEN = 1e4  # the score of the forced token, higher than any other
 SCHEME = "FP8_DYNAMIC"
 
 
 @dataclass(frozen=True)
 class Model:
-    """A language model of which some layers are built.
+    """A language model, of which the benchmark builds some or all layers.
 
     Args:
-        name: as in a title.
-        layers: of the whole model.
-        vocabulary: of the whole model.
-        config: gives the configuration of one layer.
-        variants: what is compared, and in which ways.
+        name: name for titles.
+        layers: number of layers of the whole model.
+        vocabulary: size of the whole model's vocabulary.
+        config: returns the configuration of one layer.
+        variants: by variant, the ways in which it runs.
     """
 
     name: str
@@ -97,7 +107,7 @@ MODELS = {
             "bf16": WAYS,
         },
     ),
-    # Transformers' own choice is grouped_mm, which `generate` exchanges for batched_mm to decode
+    # Transformers' own choice is grouped_mm, which `generate` replaces by batched_mm for decoding
     "qwen": Model(
         "Qwen3-30B-A3B",
         48,
@@ -118,14 +128,14 @@ TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_si
 
 @dataclass(frozen=True)
 class Setup:
-    """What a process builds.
+    """The model that a process builds.
 
     Args:
         model: a key of ``MODELS``.
         variant: one of its variants.
-        layers: how many of the model's.
-        cases: what will be timed; kernels for them are compiled while the model is built.
-        tiny: build something that a CPU can run.
+        layers: number of layers to build.
+        cases: the cases to time; their kernels are compiled while the model is built.
+        tiny: build a model that is small enough for a CPU.
     """
 
     model: str
@@ -136,7 +146,7 @@ class Setup:
 
 
 def configuration(setup: Setup) -> Any:
-    """Return the configuration of some layers, and of the same part of the vocabulary."""
+    """Return the configuration with some of the layers, and the same part of the vocabulary."""
     model = MODELS[setup.model]
     config = model.config()
     config.num_hidden_layers = setup.layers
@@ -149,10 +159,10 @@ def configuration(setup: Setup) -> Any:
 
 @torch.no_grad()
 def dense(config: Any, variant: str, device: torch.device) -> Any:
-    """Return a bf16 model, the same weights every time.
+    """Return a bf16 model with the same random weights at every call.
 
-    As in a trained model, each layer adds little to what it is given. In a stack of layers that
-    outweigh it, roundings grow from one to the next, and no result could be compared with another.
+    As in a trained model, each layer adds little to its input. If layers outweighed their inputs,
+    rounding errors would grow from layer to layer, and results could not be compared.
     """
     torch.manual_seed(0)
     with device:
@@ -172,14 +182,14 @@ def build(setup: Setup) -> Language:
     """Build one variant of a model on the GPU, or on the CPU where there is none.
 
     Raises:
-        DeclinedError: if torchao is asked for and not there.
-        ValueError: if nothing of it is FP8 that should be.
+        DeclinedError: if the variant is torchao's and torchao is absent.
+        ValueError: if the variant should have FP8 weights and has none.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = configuration(setup)
     first = [case for case in setup.cases if case.way == "forward"]
     if first:
-        # what torch itself loads at its first calls counts for nobody
+        # one layer runs first: no variant is charged for what torch loads at its first calls
         config.num_hidden_layers = 1
         twin = Language(dense(config, setup.variant, device), device)
         for case in first:
@@ -199,7 +209,7 @@ def build(setup: Setup) -> Language:
 
 
 class Steps(LogitsProcessor):  # type: ignore[misc]
-    """Takes the time of each step, and chooses the tokens: the same ones for every variant.
+    """A logits processor that times each step and forces the same tokens for every variant.
 
     Args:
         tokens: ``[steps, batch, 1]``.
@@ -210,20 +220,20 @@ class Steps(LogitsProcessor):  # type: ignore[misc]
         self.scores = torch.empty(0)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores by which the next of the tokens wins."""
+        """Return scores in which the next of the given tokens wins."""
         del input_ids
         self.scores, step = scores, len(self.times)
         self.times.append(time.perf_counter())
         return scores.scatter(1, self._tokens[step], CHOSEN)
 
     def step_us(self) -> float:
-        """Return the mean time of the steps behind the first ones."""
+        """Return the mean time of a step, without the first steps."""
         steady = self.times[UNSTEADY:]
         return (steady[-1] - steady[0]) * 1e6 / (len(steady) - 1)
 
 
 class Language:
-    """A causal language model that is timed; a ``Subject`` of ``processes``."""
+    """A causal language model to time, a ``Subject`` of ``processes``."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self.model, self._device = model, device
@@ -239,13 +249,13 @@ class Language:
 
     @torch.no_grad()
     def prepare(self, case: Case) -> Prepared:
-        """Run a case until it is steady.
+        """Run a case until its time is steady.
 
         Raises:
-            RuntimeError: if Transformers did not compile what it should have.
+            RuntimeError: if Transformers should have compiled the decoding and did not.
         """
         call = self._calls[case] = self._call(case)
-        found = settle(call, self._device)
+        found = run_first_calls(call, self._device)
         if case.way != COMPILED:
             return found
         counters = torch._dynamo.utils.counters
@@ -296,13 +306,13 @@ class Language:
         return generate
 
     def _decoder(self, batch: int) -> Callable[[], Tensor]:
-        """Return the forward pass of one token behind a prompt, always the same one."""
+        """Return the forward pass of one token behind a prompt, the same token in every call."""
         model, config = self.model, self.model.config
         cache = transformers.StaticCache(config=config, max_cache_len=PROMPT + ROOM)
         model(self.tokens(batch, PROMPT), past_key_values=cache)
         lengths = torch.full((len(cache.layers),), PROMPT, device=self._device)
         for layer, length in zip(cache.layers, lengths.unbind(), strict=True):
-            layer.cumulative_length = length  # parts of one tensor: one kernel sets the cache back
+            layer.cumulative_length = length  # views of one tensor, so one kernel resets the cache
         token = self.tokens(batch, 1)
 
         def decode() -> Tensor:
@@ -312,7 +322,7 @@ class Language:
         return decode
 
     def tokens(self, batch: int, count: int) -> Tensor:
-        """Return ids ``[batch, count]``, the same ones every time."""
+        """Return random ids ``[batch, count]``, the same ones at every call."""
         generator = torch.Generator().manual_seed(batch * count)
         most = self.model.config.vocab_size
         return torch.randint(most, (batch, count), generator=generator).to(self._device)
@@ -331,15 +341,17 @@ def cases(ways: Sequence[str], batches: Sequence[int], prompt: int) -> list[Case
 def plans(
     model: str, layers: int, every: Sequence[Case], tiny: bool, variants: Sequence[str] = ()
 ) -> list[Plan]:
-    """Return the processes: each compiles one model at most; a variant's first one does the rest.
+    """Return the processes to start; each compiles at most one model.
+
+    The first process of a variant also takes all cases that are not compiled.
 
     Args:
         model: a key of ``MODELS``.
-        layers: how many of the model's.
+        layers: number of layers to build.
         every: the lines of the table.
-        tiny: build something that a CPU can run.
-        variants: some of the model's, or all. Those that are quantized come first, because they
-            take more memory while they are built than later.
+        tiny: build a model that is small enough for a CPU.
+        variants: some or all of the model's variants. Quantized ones come first, because they take
+            more memory while they are built than later.
     """
     found = []
     compiled = [case for case in every if case.way == COMPILED]

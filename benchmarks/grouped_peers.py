@@ -1,9 +1,10 @@
-"""Layers of experts on grouped FP8 GEMMs of others: torch, DeepGEMM, FlashInfer's one kernel.
+"""Peers that compute layers of experts: grouped FP8 GEMMs of torch and DeepGEMM, and FlashInfer.
 
-Torch and DeepGEMM multiply only, so vLLM's quantizers and activation run around their products,
-and pairs are sorted, padded and added up by torch, without a host sync. DeepGEMM is ``deep_gemm``,
-whose contiguous form pads each expert to its alignment, and whose masked form gives each expert
-room for every token. FlashInfer's ``mono_moe`` takes logits, and one shape of up to eight tokens.
+Torch and DeepGEMM only multiply. vLLM's quantizers and activation run around their GEMMs, and torch
+sorts, pads and adds up the pairs (token, expert), without a host sync. DeepGEMM (``deep_gemm``) has
+a contiguous form, which pads each expert's rows to its alignment, and a masked form, which gives
+each expert room for every token. FlashInfer's ``mono_moe`` is one kernel for the whole layer; it
+takes logits, and serves one shape with up to eight tokens.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from expert_peers import E4M3, Coded, ExpertLayer, Routes, Vllm
 from timing import Case
 
 _BLOCK = 128
-_MOST_MASKED = 128  # tokens: each expert has room for all of them
-_MASKED_ROWS = 64  # a tile is stored whole, over what follows
+_MOST_MASKED = 128  # tokens; each expert has room for all of them
+_MASKED_ROWS = 64  # the kernel stores whole tiles, over whatever rows follow
 _MONO_SHAPE, _MONO_TOKENS = (256, 1024, 2048), 8  # of ``w13``
 
 
 class Sorted(NamedTuple):
-    """Pairs in the order of their experts.
+    """Pairs (token, expert) in the order of their experts.
 
     Args:
-        experts: int64 ``[pairs]``, ascending.
-        tokens: int64 ``[pairs]``.
-        back: int64 ``[pairs]``, the place of each pair.
-        counts: int64 ``[E]``.
+        experts: int64 ``[pairs]``, the expert of each pair, ascending.
+        tokens: int64 ``[pairs]``, the token of each pair.
+        back: int64 ``[pairs]``, the sorted position of each original pair.
+        counts: int64 ``[E]``, the number of pairs of each expert.
     """
 
     experts: Tensor
@@ -51,18 +52,18 @@ def sort_pairs(ids: Tensor, experts: int) -> Sorted:
 
 
 def add_up(rows: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add the weighted rows of each token; ``rows`` in the order of pairs."""
+    """Add up the weighted rows of each token; ``rows`` are in the original order of pairs."""
     tokens, top_k = weights.shape
     return (rows.view(tokens, top_k, -1) * weights[..., None]).sum(dim=1).to(dtype)
 
 
 def gathered(codes: Tensor, rows: Tensor) -> Tensor:
-    """Return rows of codes, which torch cannot index."""
+    """Gather rows of FP8 codes as bytes, because torch cannot index FP8."""
     return codes.view(torch.uint8)[rows].view(E4M3)
 
 
 def torch_row(vllm: Vllm, layer: ExpertLayer) -> Case:
-    """Torch's grouped product with a scale per token and weight row, fast accumulation."""
+    """Torch's grouped GEMM with a scale per token and weight row, fast accumulation."""
 
     def product(codes: Tensor, scale: Tensor, w: Any, ends: Tensor) -> Tensor:
         return torch._scaled_grouped_mm(
@@ -84,7 +85,7 @@ def torch_row(vllm: Vllm, layer: ExpertLayer) -> Case:
 
 
 def deepgemm_contiguous(vllm: Vllm, layer: ExpertLayer) -> Case:
-    """DeepGEMM on rows that lie one expert after another, each padded to the alignment."""
+    """DeepGEMM's contiguous form: the rows of one expert after another, padded to its alignment."""
     gemm = importlib.import_module("deep_gemm")
     get = getattr(gemm, "get_mk_alignment_for_contiguous_layout", None)
     align = get() if get else gemm.get_m_alignment_for_contiguous_layout()
@@ -113,7 +114,7 @@ def deepgemm_contiguous(vllm: Vllm, layer: ExpertLayer) -> Case:
 
 
 def deepgemm_masked(vllm: Vllm, layer: ExpertLayer) -> Case:
-    """DeepGEMM with room for every token at every expert, for few tokens."""
+    """DeepGEMM's masked form, with room for every token at every expert; for few tokens."""
     gemm = importlib.import_module("deep_gemm")
     product = getattr(gemm, "m_grouped_fp8_gemm_nt_masked", None)
     product = product or gemm.fp8_m_grouped_gemm_nt_masked  # its name before 2.1
@@ -144,7 +145,7 @@ def deepgemm_masked(vllm: Vllm, layer: ExpertLayer) -> Case:
 
 
 def mono(_: Vllm, layer: ExpertLayer) -> Case:
-    """FlashInfer's one kernel, which routes, too: its logits are those of the given weights."""
+    """FlashInfer's one kernel. It also routes, so it gets logits that give the same weights."""
     api = importlib.import_module("flashinfer.fused_moe.monomoe")
     ups = [api.interleave_for_tma_wgmma_up(w13.data) for w13, _ in layer.coded["block"]]
     scratch, y = api.alloc_scratchpad(layer.x.device), torch.empty_like(layer.x)
@@ -167,18 +168,18 @@ def mono(_: Vllm, layer: ExpertLayer) -> Case:
 
 
 def by_column(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Return room for scales ``[rows, columns]`` as DeepGEMM's TMA reads them."""
+    """Allocate scales ``[rows, columns]`` in the layout that DeepGEMM's TMA reads."""
     return torch.empty(columns, (rows + 3) // 4 * 4, device=device).t()[:rows]
 
 
 def in_turns(run: Callable[[Any, Any, Routes], Tensor], layer: ExpertLayer, kind: str) -> Case:
-    """Build a case that takes turns among routes and copies of the weights."""
+    """Return a case that alternates between routes and copies of the weights."""
     coded: list[Coded] = layer.coded[kind]
     return lambda i: run(*coded[i % len(coded)], layer.routes[i])
 
 
 Build = Callable[[Vllm, ExpertLayer], Case]
-# each case: granularity, the package that brings it, how to build it
+# each case: granularity, the package that it needs, its builder
 GROUPED: dict[str, tuple[str, str, Build]] = {
     "torch_grouped_row": ("row", "torch", torch_row),
     "deepgemm_contiguous": ("block", "deep_gemm", deepgemm_contiguous),
@@ -188,12 +189,12 @@ GROUPED: dict[str, tuple[str, str, Build]] = {
 
 
 def serves(name: str, w13: tuple[int, int, int], tokens: int) -> bool:
-    """Return whether a case takes a layer and so many tokens.
+    """Return whether a case supports a layer and a token count.
 
     Args:
-        name: of the case.
-        w13: shape of the gates and ups.
-        tokens: M.
+        name: name of the case.
+        w13: shape of the joined gate and up weights.
+        tokens: number of tokens.
     """
     if name == "flashinfer_mono":
         return w13 == _MONO_SHAPE and tokens <= _MONO_TOKENS
@@ -201,7 +202,7 @@ def serves(name: str, w13: tuple[int, int, int], tokens: int) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that are here, by name."""
+    """Return the versions of the installed packages, by name."""
     found = {}
     for package in sorted({package for _, package, _ in GROUPED.values()}):
         try:

@@ -1,11 +1,11 @@
-"""Time what a call costs the host: how long until the CPU may go on, not until the GPU is done.
+"""Time the host's part of a call: how long until the CPU may go on, not until the GPU is done.
 
     python benchmarks/host.py OUT.json [--device cuda] [--profile]
 
-Layers are so small that the GPU finishes before the next call arrives; calls come in batches that
-fit the launch queue, with a synchronisation between batches that is not counted. All cases take
-turns, and the median batch counts. On a CPU the figures contain the computation itself, and say
-little more than that everything runs.
+Layers are so small that the GPU finishes before the next call arrives. Calls come in batches that
+fit the launch queue; the synchronization between batches is not timed. Batches of all cases
+alternate, and the median batch counts. On a CPU the figures include the computation itself, so they
+show little more than that everything runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fp8kit.runtime.replay_cache import ReplayCache
 from timing import write_results
 
 ROWS = (1, 16, 64, 256)
-# side of the layers, batches, calls in a batch
+# N and K of the layers, batches, calls in a batch
 SIZES = {"cuda": (512, 41, 100), "cpu": (64, 5, 10)}
 SIBLINGS = 3
 RMS = NormFormula("rms_norm", 1e-6)
@@ -67,9 +67,10 @@ def main() -> None:
 def cases(
     x: Tensor, dense: nn.Linear, layers: dict[str, fp8kit.Fp8Linear]
 ) -> dict[str, Callable[[], object]]:
-    """Return the calls: dense, the layers as they are called, and the operator under them.
+    """Return the calls: dense layers, FP8 layers, the function under them, norms and siblings.
 
-    Siblings are three layers with one input, called one after the other; a norm writes codes.
+    Siblings are three layers that read the same input, called one after the other. ``norm`` is a
+    fused norm, which writes codes.
     """
     found: dict[str, Callable[[], object]] = {
         "F.linear": lambda: F.linear(x, dense.weight),
@@ -102,7 +103,7 @@ def cases(
 
 
 def measure(calls: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """Return the median microseconds of a call, over batches that take turns."""
+    """Return the median microseconds of a call, over batches that alternate between the cases."""
     batches: dict[str, list[float]] = {name: [] for name in calls}
     _, rounds, count = SIZES[device.type]
     for turn in range(rounds + 1):
@@ -128,7 +129,7 @@ def report(row: dict[str, Any]) -> None:
 
 
 def profile(call: Callable[[], object], device: torch.device) -> None:
-    """Print the functions that take most of the host's time."""
+    """Print the functions that take most of the host's time in a call."""
     for _ in range(10):
         call()
     synchronize(device)

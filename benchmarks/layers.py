@@ -1,10 +1,10 @@
-"""The layers that are measured, and the least time that one can take."""
+"""The layers that benchmarks measure, and their roofline: the least time that a layer can take."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# (N, K) by model and layer; what attention and feed-forward read together is joined
+# (N, K) by model and layer; q/k/v and gate/up are joined
 SHAPES = {
     "8b.qkv": (6144, 4096),
     "8b.o": (4096, 4096),
@@ -17,7 +17,7 @@ SHAPES = {
     "ds.gate_up": (4096, 7168),
     "ds.down": (7168, 2048),
     "dit.qkv": (9216, 3072),
-    # N and K that are no multiples of 128, or long on one side, or too small to fill a GPU
+    # odd: N or K is no multiple of 128, or one is much larger, or the layer cannot fill a GPU
     "odd.bert_fc1": (3072, 768),
     "odd.smollm_qkv": (960, 576),  # SmolLM2 135M: 9 heads and 2 times 3 of 64
     "odd.siglip_fc1": (4304, 1152),  # SigLIP So400m
@@ -55,7 +55,7 @@ class ExpertShape(NamedTuple):
 
     @property
     def expert_weights(self) -> int:
-        """Weights of one expert."""
+        """Return the number of weights of one expert."""
         return 3 * self.hidden * self.intermediate
 
 
@@ -67,24 +67,25 @@ EXPERTS = {
     "GLM-4.5-Air": ExpertShape(128, 8, 4096, 1408),
     "DeepSeek-V3-TP8": ExpertShape(256, 8, 7168, 256),
 }
-# what one H200 reaches, not its data sheet; an H100 has the same cores and slower memory
+# bytes and operations per second that an H200 reaches in practice, not those of its data sheet; an
+# H100 has the same cores and slower memory
 BANDWIDTH, FLOPS = 4.3e12, 1400e12
 _H100_BANDWIDTH = 3.0e12
 
 
 def bandwidth(device: str) -> float:
-    """Return the bytes per second that a device reaches, by its name; of others, an H200's."""
+    """Return the bytes per second that a device of this name reaches; an H200's if unknown."""
     return _H100_BANDWIDTH if "H100" in device else BANDWIDTH
 
 
 def chosen(prefixes: str) -> dict[str, tuple[int, int]]:
-    """Return the layers whose name starts with one of some words, separated by commas.
+    """Return the layers whose name starts with one of the prefixes.
 
     Args:
-        prefixes: such as ``"8b,odd.llama2"``, or ``"all"``.
+        prefixes: separated by commas, such as ``"8b,odd.llama2"``, or ``"all"``.
 
     Raises:
-        SystemExit: if a word names no layer.
+        SystemExit: if no layer starts with a prefix.
     """
     words = [w.strip() for w in prefixes.split(",")]
     for word in words:
@@ -96,19 +97,19 @@ def chosen(prefixes: str) -> dict[str, tuple[int, int]]:
 
 
 def roofline_us(m: int, n: int, k: int) -> float:
-    """Return the least microseconds of a whole layer, 16 bit in and out, FP8 weight ``[n, k]``."""
+    """Return the least microseconds of a linear layer, 16 bit in and out, FP8 weight ``[n, k]``."""
     return max((n * k + 2 * m * k + 2 * m * n) / BANDWIDTH, 2 * m * n * k / FLOPS) * 1e6
 
 
 def experts_roofline_us(
     shape: ExpertShape, tokens: int, touched: float, speed: float = BANDWIDTH
 ) -> float:
-    """Return the least microseconds of both products of a layer of experts.
+    """Return the least microseconds of the two GEMMs of a layer of experts.
 
     Args:
-        shape: of the layer.
-        tokens: each goes to ``top_k`` experts.
-        touched: how many experts have a token; their FP8 weights are read once.
+        shape: sizes of the layer.
+        tokens: number of tokens; each goes to ``top_k`` experts.
+        touched: number of experts that have a token; their FP8 weights are read once.
         speed: bytes per second of the device.
     """
     operations = 2 * tokens * shape.top_k * shape.expert_weights
@@ -116,9 +117,9 @@ def experts_roofline_us(
 
 
 def experts_passes_us(shape: ExpertShape, tokens: int, speed: float = BANDWIDTH) -> float:
-    """Return the least microseconds of what stands before and behind the products.
+    """Return the least microseconds of the passes over memory before and after the GEMMs.
 
-    The input is read in 16 bit and written in FP8; then each token's results are read, and their
-    sum is written, in 16 bit.
+    The first one reads the input in 16 bit and writes it in FP8. The last one reads the ``top_k``
+    results of each token and writes their sum, in 16 bit.
     """
     return tokens * shape.hidden * (2 + 1 + 2 * shape.top_k + 2) / speed * 1e6

@@ -3,10 +3,11 @@
     python benchmarks/linear.py OUT.json [--shapes 8b,odd.llama2 | all] [--rows 1,16,4096]
         [--cases row,block] [--torchao-rows 1,64,4096] [--seconds 500] [--quick] [--append]
 
-fp8kit runs with its default, precise accumulation, unless a case is called fast; peers run as they
-ship. See `peers.py` for how to bring them. Static and already quantized inputs are measured for a
-few row counts only. Every case is compared with the fp32 product before it is timed. The file is
-written after every row, so nothing measured is lost; with `--append` a later run adds to it.
+fp8kit runs with its default, precise accumulation, except in cases named fast; peers run as they
+ship. `peers.py` says how to make them available. Cases with a static scale or an input that is
+already quantized are measured for a few row counts only. Every case is compared with the fp32
+product before it is timed. OUT.json is written after every row, so an interrupted run loses
+nothing; with `--append` a later run adds to it.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from timing import Case, copies_past_cache, environment, time_cases, write_resul
 ROWS = "1,2,4,8,16,32,64,96,128,256,512,1024,4096,16384"
 FEW_ROWS = (1, 64, 4096)
 GROUPS = {"row": fp8kit.ROW, "tensor": fp8kit.TENSOR, "block": fp8kit.BLOCK}
-# rounding to FP8 costs 3.8 % on such data, and 5 % in the worst of a thousand parts of a result
+# on normal data rounding to FP8 costs 3.8 %, and 5 % in the worst of a thousand parts of a result
 DENSE_ERROR, FP8_ERROR = 0.01, 0.07
-# two runs may stand in one file only if these agree
-SAME = ("device", "torch", "cuda", "triton", "commit")
+# two runs may share a result file only if these agree
+MUST_AGREE = ("device", "torch", "cuda", "triton", "commit")
 
 Row = dict[str, Any]
 
@@ -55,8 +56,8 @@ class Ours:
     """One case of fp8kit.
 
     Args:
-        build: gives the case for a layer.
-        serves: which row counts it is measured for.
+        build: returns the case, a function to time, for a layer.
+        serves: returns whether the case is measured at a row count.
     """
 
     build: Callable[[Layer], Case]
@@ -64,7 +65,7 @@ class Ours:
 
 
 def dynamic(granularity: str, **options: Any) -> Callable[[Layer], Case]:
-    """Build ``fp8kit.linear`` on weights of one granularity."""
+    """Return a builder of ``fp8kit.linear`` on weights of one granularity, a key of ``GROUPS``."""
 
     def build(layer: Layer) -> Case:
         weights = layer.weights[granularity]
@@ -80,7 +81,7 @@ def static(layer: Layer) -> Case:
 
 
 def quantized(layer: Layer) -> Case:
-    """Build the product of codes that are there already."""
+    """Build ``fp8kit.scaled_mm`` on an input that is quantized beforehand."""
     weights = layer.weights["row"]
     return lambda i: fp8kit.scaled_mm(layer.x_q, weights[i])
 
@@ -102,8 +103,8 @@ class Bench:
 
     Args:
         cases: names in ``OURS``.
-        peers: by the name they have in result files.
-        libraries: what could be loaded.
+        peers: peers by their name in result files.
+        libraries: the peers' libraries that could be loaded.
         torchao_rows: row counts that torchao is compiled for.
         device: where to measure.
         effort: how long to measure each case.
@@ -197,8 +198,8 @@ def case_names(text: str) -> list[str]:
 def measure_all(
     bench: Bench, shapes: Mapping[str, tuple[int, int]], counts: Sequence[int], deadline: float
 ) -> Iterator[Row]:
-    """Return a row per layer and row count, until the time is up."""
-    # a failed capture leaves the default generator unusable, so numbers come from another one
+    """Yield a result row per layer and row count, until the deadline."""
+    # a failed capture leaves the default generator unusable, so random numbers come from this one
     generator = torch.Generator(bench.device).manual_seed(0)
     for name, (n, k) in shapes.items():
         if time.monotonic() > deadline:
@@ -217,7 +218,7 @@ def measure_all(
             x = normal(generator, m, k)
             scale = (x.abs().max().float() / E4M3FN.max).reshape(1, 1)
             try:
-                # nothing here may outlive the weights, which fill the GPU for large layers
+                # hold no tensor here beyond this call: a large layer's weights fill the GPU
                 found = measure(bench, Layer(x, dense, weights, scale, fp8kit.quantize(x)))
             except torch.OutOfMemoryError as broken:
                 print(f"{name} m={m}: skipped, {reason(broken)}", flush=True)
@@ -254,7 +255,7 @@ def normal(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def own_failures(row: Row) -> list[str]:
-    """Name the cases that are no peer's and did not run: those are errors."""
+    """Name the cases of fp8kit and bf16 that failed; unlike a peer's failure, that is an error."""
     return [n for n in row.get("failed", {}) if n.startswith(("fp8kit", "bf16"))]
 
 
@@ -268,8 +269,8 @@ def earlier_run(path: Path) -> dict[str, Any]:
         return {"rows": []}
     found: dict[str, Any] = json.loads(path.read_text())
     now = environment()
-    for key in SAME:
-        # the file itself makes a tree dirty
+    for key in MUST_AGREE:
+        # writing the result file makes the tree dirty
         if str(found.get(key)).removesuffix("-dirty") != str(now[key]).removesuffix("-dirty"):
             raise SystemExit(
                 f"{path} was measured with {key} {found.get(key)}, this is {now[key]}: "
@@ -279,7 +280,7 @@ def earlier_run(path: Path) -> dict[str, Any]:
 
 
 def in_order(rows: Mapping[tuple[str, int], Row]) -> list[Row]:
-    """Sort rows by layer, as ``SHAPES`` has them, and M."""
+    """Sort rows by layer, in the order of ``SHAPES``, and M."""
     order = {name: i for i, name in enumerate(SHAPES)}
     return [rows[key] for key in sorted(rows, key=lambda key: (order[key[0]], key[1]))]
 

@@ -31,7 +31,7 @@ def llama_8b() -> LlamaConfig:
 
 
 def dense_layer(config: LlamaConfig, device: torch.device) -> nn.Module:
-    """Return the bf16 layer, the same weights every time."""
+    """Return the bf16 layer with the same random weights at every call."""
     torch.manual_seed(0)
     with device:
         return LlamaDecoderLayer(config, 0).to(torch.bfloat16).eval()
@@ -62,7 +62,7 @@ def measure(layers: Mapping[str, Layer], config: LlamaConfig, m: int, device: to
 
 
 def first(result: object) -> Tensor:
-    """Unpack what a decoder layer returns in different Transformers versions."""
+    """Return the hidden states that a decoder layer returns, in any version of Transformers."""
     found = result[0] if isinstance(result, tuple) else result
     assert isinstance(found, Tensor)
     return found

@@ -1,9 +1,9 @@
-"""LoRA training of the small model on an FP8 base against the same on its bf16 weights, on a CPU.
+"""Train LoRA on an FP8 base and on the same bf16 weights, and compare the losses; on a CPU.
 
     python benchmarks/lora.py benchmarks/results/lora.json
 
-Each seed gives one adapter and one order of batches, used on both bases. The spread over seeds is
-the noise that the difference between the bases is to be compared with.
+The base is the small model in examples. Each seed gives one adapter and one order of batches, used
+on both bases. Compare the difference between the bases with the spread over seeds, its noise.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ STEPS, SEEDS, LAST = 200, 3, 50
 
 
 def base(kind: str) -> Any:
-    """Return the model with fp32 activations; its weights are those of bf16, or FP8."""
+    """Return the model with fp32 activations; its weights hold bf16 values, or are FP8."""
     if kind == "fp8":
         return fp8kit.load(SOURCE, scheme="FP8_DYNAMIC", dtype=torch.float32)
     return AutoModelForCausalLM.from_pretrained(SOURCE, dtype=torch.float32)
 
 
 def main() -> None:
-    """Measure, and write what was measured."""
+    """Measure, and write the result file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

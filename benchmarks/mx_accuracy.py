@@ -1,9 +1,10 @@
-"""What MX costs, and what rebasing changes: perplexity of trained models, and counts of bits.
+"""Measure the accuracy of MX, and what rebasing changes: perplexity, and counts of changed values.
 
     python benchmarks/mx_accuracy.py --model nano=DIR --model moe=DIR --text FILE
 
-Every linear layer and expert but the output head and the routers computes on operands that were
-quantized and dequantized, in fp32, so that nothing but the formats differs. Runs on a CPU.
+Every linear layer and expert except output head and routers multiplies operands that were quantized
+and dequantized, in fp32, so that only the formats differ. Rebasing moves MX codes to a coarser
+power-of-two scale. Runs on a CPU.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def weights(model: Any) -> dict[str, Tensor]:
 
 @contextmanager
 def computing(model: Any, weight: Fake, activation: Fake) -> Iterator[None]:
-    """Let a model compute on fake-quantized operands."""
+    """Make a model compute on fake-quantized operands while the block runs."""
     found = weights(model)
     kept = {name: p.data for name, p in found.items()}
     for p in found.values():
@@ -153,7 +154,7 @@ def against_integers(blocks: int) -> dict[str, int]:
         count = min(20000, blocks - done)
         bits = torch.randint(0, 2**31, (count, 32), generator=torch.Generator().manual_seed(done))
         near = torch.randint(0, 254, (count, 1)) - torch.randint(0, 12, (count, 32))
-        keep = torch.rand(count, 1) < 0.2  # some blocks of any exponents, the others of near ones
+        keep = torch.rand(count, 1) < 0.2  # blocks of arbitrary exponents; others have close ones
         bits = torch.where(keep, bits, (bits & 0x7FFFFF) | (near.clamp(min=0) << 23))
         sign = torch.randint(0, 2, bits.shape) << 31
         x = (bits | sign).to(torch.int64).clone()

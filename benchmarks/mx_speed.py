@@ -1,13 +1,13 @@
-"""Time layers of an MXFP8 weight, as modules, against the same weight in FP8_DYNAMIC and bf16.
+"""Time modules with an MXFP8 weight against the same weight in FP8_DYNAMIC and bf16.
 
     python benchmarks/mx_speed.py OUT.json [--shapes 8b,ds | all] [--rows 1,16,64,4096] [--quick]
         [--seconds 100] [--device cuda]
 
 The MXFP8 weight computes in the form that ``fp8kit.load`` would give it on this device. Every layer
 is compared with the fp32 product before it is timed, and the weights are cold. Prints a line per
-layer and row count, then all comparisons by row count: geometric mean and worst layer.
+layer and row count, then all comparisons by row count: geometric mean, least and largest ratio.
 
-Humming, which vLLM uses for MXFP8 on Hopper, is timed too where ``peers.py`` finds it.
+Humming, which vLLM uses for MXFP8 on Hopper, is timed too if ``peers.py`` can load it.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def layers_of(shape: tuple[int, int], copies: int, device: torch.device) -> dict
 
 
 def mx_weight(dense: nn.Linear) -> fp8kit.QTensor:
-    """Return the MXFP8 weight that a checkpoint of the layer holds."""
+    """Return the MXFP8 weight that a checkpoint of the layer would hold."""
     return fp8kit.quantize(dense.weight, fp8kit.MX, role="weight")
 
 

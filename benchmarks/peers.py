@@ -1,8 +1,8 @@
-"""The libraries that fp8kit is compared with, called as they call themselves.
+"""Peers: the libraries that fp8kit is compared with, each called as its own code calls it.
 
-Each is optional, and what is missing or fails is recorded with its reason. They run as they ship,
-with fast accumulation where that is their default. What a library does not have is borrowed where
-it is fastest: torch and DeepGEMM have no quantizer, so vLLM's runs before their products.
+Each is optional; a library that is missing and a case that fails are recorded with the reason. All
+run as they ship, with fast accumulation where that is their default. torch and DeepGEMM have no
+quantizer, so the fastest, vLLM's, runs before their GEMMs. The environment names the libraries:
 
 * vLLM 0.25: ``VLLM_SO=/path/to/_C_stable_libtorch.abi3.so``, out of its wheel.
 * DeepGEMM: ``DG_ROOT=`` the folder that holds ``deep_gemm``, and ``CUDA_HOME``.
@@ -31,22 +31,22 @@ from timing import Case
 
 E4M3 = torch.float8_e4m3fn
 _GROUP = 128
-# rows of CUTLASS's and cuBLASLt's 1x128 scales, and scales along K of cuBLASLt's weights
+# CUTLASS and cuBLASLt pad rows with 1x128 scales to this; cuBLASLt also scales of weights along K
 _ALIGN = 4
 _MOST_GRAPHS = 10_000
 
 
 class DeclinedError(Exception):
-    """A peer does not serve a shape."""
+    """Raised by a peer that does not serve a shape."""
 
 
 class Layer(NamedTuple):
-    """What every case computes from.
+    """The input and the weights that every case computes from.
 
     Args:
         x: bf16 ``[M, K]``.
         dense: copies of the bf16 weight ``[N, K]``.
-        weights: the same copies by granularity: ``"row"``, ``"tensor"``, ``"block"``.
+        weights: the same copies in FP8, by granularity: ``"row"``, ``"tensor"``, ``"block"``.
         x_scale: fp32 ``[1, 1]``, for static cases.
         x_q: ``x`` quantized per row, for cases that start from codes.
     """
@@ -60,23 +60,23 @@ class Layer(NamedTuple):
 
 @dataclass
 class Libraries:
-    """What could be loaded.
+    """The peers' libraries.
 
     Args:
-        found: name to the library.
-        missing: name to why it is not there.
+        found: the loaded libraries by name.
+        missing: for each other name, the reason why it is absent.
     """
 
     found: dict[str, Any] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
     def versions(self) -> dict[str, str]:
-        """Return the version of every library that is there, for the result file."""
+        """Return the version of every loaded library, for the result file."""
         return {n: str(getattr(m, "__version__", "present")) for n, m in self.found.items()}
 
 
 def load_libraries(names: Iterable[str] = ("vllm", "deepgemm", "torchao")) -> Libraries:
-    """Load the libraries that the environment names, and tell and keep why others are missing."""
+    """Load the libraries that the environment names; print and keep why others are missing."""
     libraries = Libraries()
     for name in names:
         variable, load = LOADERS[name]
@@ -87,7 +87,7 @@ def load_libraries(names: Iterable[str] = ("vllm", "deepgemm", "torchao")) -> Li
         try:
             libraries.found[name] = load(where)
         except Exception as broken:
-            # a library that does not load costs its own columns only
+            # if a library does not load, only its own columns stay empty
             libraries.missing[name] = reason(broken)
     for name, why in libraries.missing.items():
         print(f"{name}: {why}", flush=True)
@@ -117,7 +117,7 @@ LOADERS: dict[str, tuple[str, Callable[[str], Any]]] = {
 
 
 def vllm_dynamic(scheme: str) -> Callable[[Libraries, Layer], Case]:
-    """Per-token quantizer and CUTLASS product, which takes the weight's scales of either kind."""
+    """vLLM's per-token quantizer and CUTLASS GEMM; ``scheme``: weight scales per row or tensor."""
 
     def build(libraries: Libraries, layer: Layer) -> Case:
         vllm, weights = libraries.found["vllm"], layer.weights[scheme]
@@ -136,7 +136,7 @@ def vllm_dynamic(scheme: str) -> Callable[[Libraries, Layer], Case]:
 
 
 def vllm_static(libraries: Libraries, layer: Layer) -> Case:
-    """Quantizer with a given scale, and the product with one scale per operand."""
+    """vLLM's quantizer with a given scale, and its GEMM with one scale per operand."""
     vllm, weights = libraries.found["vllm"], layer.weights["tensor"]
     codes, y = torch.empty_like(layer.x, dtype=E4M3), _result(layer)
 
@@ -150,7 +150,7 @@ def vllm_static(libraries: Libraries, layer: Layer) -> Case:
 
 
 def vllm_quantized(libraries: Libraries, layer: Layer) -> Case:
-    """The product alone."""
+    """vLLM's CUTLASS GEMM alone, on an input that is quantized beforehand."""
     vllm, weights, x_q = libraries.found["vllm"], layer.weights["row"], layer.x_q
     y = _result(layer)
 
@@ -163,7 +163,7 @@ def vllm_quantized(libraries: Libraries, layer: Layer) -> Case:
 
 
 def torch_row_fast(libraries: Libraries, layer: Layer) -> Case:
-    """vLLM's per-token quantizer and torch's row-wise product with fast accumulation."""
+    """vLLM's per-token quantizer and torch's row-wise GEMM with fast accumulation."""
     quantize, codes, scale = _per_token(libraries.found["vllm"], layer.x)
     product = _torch_row_fast(codes, scale, layer.weights["row"])
 
@@ -175,13 +175,13 @@ def torch_row_fast(libraries: Libraries, layer: Layer) -> Case:
 
 
 def torch_quantized_fast(libraries: Libraries, layer: Layer) -> Case:
-    """Torch's row-wise product alone, with fast accumulation."""
+    """Torch's row-wise GEMM alone, with fast accumulation."""
     del libraries
     return _torch_row_fast(layer.x_q.data, layer.x_q.scale, layer.weights["row"])
 
 
 def vllm_block(libraries: Libraries, layer: Layer) -> Case:
-    """vLLM's group quantizer and its CUTLASS product for block scales."""
+    """vLLM's group quantizer and its CUTLASS GEMM for block scales."""
     vllm, weights = libraries.found["vllm"], layer.weights["block"]
     quantize, codes, scale = _per_group(vllm, layer.x, padded=True)
     m, n = layer.x.shape[0], layer.dense[0].shape[0]
@@ -223,7 +223,7 @@ def torch_block(libraries: Libraries, layer: Layer) -> Case:
 
 
 def deepgemm_block(libraries: Libraries, layer: Layer) -> Case:
-    """vLLM's group quantizer, which writes the layout DeepGEMM wants, and DeepGEMM's product."""
+    """vLLM's group quantizer, which writes DeepGEMM's scale layout, and DeepGEMM's GEMM."""
     deep_gemm, weights = libraries.found["deepgemm"], layer.weights["block"]
     quantize, codes, scale = _per_group(libraries.found["vllm"], layer.x, padded=False)
     y = _result(layer)
@@ -241,8 +241,9 @@ class TorchAO:
     """Whole linear layers of torchao, compiled per shape and row count as it recommends.
 
     Args:
-        mode: of ``torch.compile``.
-        seconds: no compilation starts when this much time has been spent on compiling.
+        mode: mode of ``torch.compile``.
+        seconds: budget for compiling; once it is spent, no compilation starts.
+        spent: seconds spent on compiling so far.
     """
 
     mode: str = "max-autotune-no-cudagraphs"
@@ -257,7 +258,7 @@ class TorchAO:
             if self.spent >= self.seconds:
                 raise DeclinedError(f"{self.seconds:g} seconds of compiling are spent")
             weights = torchao_weights(layer.dense, granularity)
-            # every shape counts against the limits of the one function, and beyond them is an error
+            # all shapes count against the recompile limits of F.linear; exceeding one is an error
             torch._dynamo.config.recompile_limit = _MOST_GRAPHS
             torch._dynamo.config.accumulated_recompile_limit = _MOST_GRAPHS
             linear = torch.compile(F.linear, fullgraph=True, dynamic=False, mode=self.mode)
@@ -306,10 +307,10 @@ def humming_mx(weight: fp8kit.QTensor) -> nn.Module:
 
 
 def quantize_by_torchao(model: nn.Module) -> None:
-    """Let torchao quantize every linear layer in place, rows of weights and of inputs.
+    """Quantize every linear layer in place by torchao, per row of weights and of inputs.
 
     Raises:
-        DeclinedError: if it is not there.
+        DeclinedError: if torchao is absent.
     """
     libraries = load_libraries(("torchao",))
     if libraries.missing:
@@ -323,12 +324,12 @@ def quantize_by_torchao(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Peer:
-    """One way of a library to compute a layer.
+    """One way in which libraries compute a layer.
 
     Args:
         needs: the libraries that take part.
-        build: gives the case for a layer.
-        beside: measured where this case of fp8kit is; without one, always.
+        build: returns the case, a function to time, for a layer.
+        beside: the peer is measured only together with this case of fp8kit; empty: always.
     """
 
     needs: tuple[str, ...]
@@ -350,7 +351,7 @@ PEERS = {
 
 
 def all_peers(torchao: TorchAO) -> dict[str, Peer]:
-    """Return every peer by the name it has in result files."""
+    """Return every peer by its name in result files."""
     return PEERS | {
         "torchao_row": Peer(("torchao",), torchao.case("PerRow")),
         "torchao_tensor": Peer(("torchao",), torchao.case("PerTensor")),
@@ -360,13 +361,13 @@ def all_peers(torchao: TorchAO) -> dict[str, Peer]:
 def peer_cases(
     peers: Mapping[str, Peer], libraries: Libraries, layer: Layer, failed: dict[str, str]
 ) -> Iterator[tuple[str, Case]]:
-    """Build the cases of all peers whose libraries are there.
+    """Yield the names and cases of all peers whose libraries are loaded.
 
     Args:
-        peers: which to build.
-        libraries: what could be loaded.
-        layer: what to compute.
-        failed: gets a reason for every peer that has its libraries and fails to build.
+        peers: the peers to build, by name.
+        libraries: the loaded libraries.
+        layer: the layer to compute.
+        failed: receives the reason for every peer that has its libraries and fails to build.
     """
     for name, peer in peers.items():
         if not all(library in libraries.found for library in peer.needs):
@@ -393,10 +394,11 @@ def _per_token(vllm: Any, x: Tensor) -> tuple[Callable[[], None], Tensor, Tensor
 
 
 def _per_group(vllm: Any, x: Tensor, padded: bool) -> tuple[Callable[[], None], Tensor, Tensor]:
-    """Quantize 1x128 groups, scales column-major and aligned for TMA.
+    """Return vLLM's quantizer of 1x128 groups, and the codes and scales that it writes.
 
-    With ``padded`` codes and scales have rows in multiples of 4, which CUTLASS and cuBLASLt demand.
-    vLLM fills and copies them for each call; here they are padded once, in the peer's favour.
+    Scales are column-major and aligned for TMA. With ``padded`` the rows of codes and scales are a
+    multiple of 4, as CUTLASS and cuBLASLt demand. vLLM itself pads by a fill and a copy in each
+    call; here they are padded once, in the peer's favour.
     """
     m, k = x.shape
     if k % _GROUP:

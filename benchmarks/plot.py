@@ -2,8 +2,8 @@
 
     python benchmarks/plot.py [--check]
 
-The figure carries a fingerprint of the numbers it shows. ``--check`` compares only that, and so
-needs no matplotlib, whose versions draw the same numbers in different bytes.
+The figure contains a fingerprint of its numbers. ``--check`` compares only the fingerprint, because
+versions of matplotlib draw the same numbers in different bytes; so it needs no matplotlib.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from summary import by_model, curves
+from summary import curves, split_odd_shapes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,12 +35,12 @@ Curves = dict[str, list[tuple[int, float]]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Draw the figure, or say that the one there shows other numbers."""
+    """Draw the figure, or report that the existing one shows other numbers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true")
-    found = curves(by_model(json.loads(RESULTS.read_text())["rows"])[0])
+    found = curves(split_odd_shapes(json.loads(RESULTS.read_text())["rows"])[0])
     if parser.parse_args(argv).check:
         if not PLOT.is_file() or fingerprint(found) not in PLOT.read_text():
             raise SystemExit(
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def fingerprint(found: Curves) -> str:
-    """Return a digest of the numbers, to the precision that can be seen."""
+    """Return a digest of the numbers, rounded to what is visible in the figure."""
     points = {name: [(m, round(y, 3)) for m, y in line] for name, line in found.items()}
     digest = hashlib.sha256(json.dumps(points, sort_keys=True).encode())
     return f"fp8kit-{digest.hexdigest()[:16]}"
@@ -68,7 +68,7 @@ def figure(found: Curves) -> Figure:
     for name, style in STYLES.items():
         if name in found:
             axes.plot(*zip(*found[name], strict=True), label=name, markersize=4, **style)
-    # 96 would stand on top of 128
+    # labels at powers of two alone: that of 96 would overlap the one of 128
     counts = sorted({m for line in found.values() for m, _ in line if m & (m - 1) == 0})
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(m) for m in counts])
@@ -85,7 +85,7 @@ def figure(found: Curves) -> Figure:
 
 
 def svg(found: Curves) -> str:
-    """Return the figure as text that depends on the numbers and the version of matplotlib only."""
+    """Return the figure as text that depends only on the numbers and matplotlib's version."""
     import matplotlib
 
     out = io.StringIO()

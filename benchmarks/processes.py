@@ -1,8 +1,8 @@
-"""Variants of a model, each in a process of its own: prepared side by side, measured in turns.
+"""Measure variants of a model, each in a process of its own: prepare side by side, time in turns.
 
-Compiling a model takes a minute of one core and hardly any of the GPU, so all processes compile at
-once, and ten models cost the time of one. While one process is measured, the others wait for their
-next command. One that fails, or is late, costs its own columns only.
+Compiling a model takes a minute of one core and hardly uses the GPU, so all processes compile at
+once, and ten models take the time of one. While one process is timed, the others wait for their
+next command. If a process fails or is late, only its own columns stay empty.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from checking import reason
 from fp8kit.perf.timing import Effort
 from timing import time_cases
 
-_MOST_BUILDS = 3  # whose dense weights are on the GPU at once, beside what is built
+_MOST_BUILDS = 3  # processes that build at once; each holds dense weights besides its model
 _MOST_NUMBERS = 4096
 _CALLS_TO_SETTLE = 3
 _GRAPHS = Effort(round_ms=12.0, rounds=5)
@@ -39,12 +39,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed of every variant.
+    """A call that is timed for every variant, one line of the table.
 
     Args:
         way: how the model runs, such as ``"compiled"``.
-        batch: sequences.
-        tokens: of each sequence in one call.
+        batch: number of sequences.
+        tokens: tokens of each sequence in one call.
     """
 
     way: str
@@ -57,14 +57,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the first calls of a case have shown.
+    """The findings of the first calls of a case.
 
     Args:
-        first_us: of the first call, with all that is compiled in it.
-        peak_gb: the most memory during these calls, weights and all.
-        result: numbers that all variants have in common, but for rounding.
-        ready_s: until the case could be measured.
-        facts: anything else.
+        first_us: microseconds of the first call, including what it compiles.
+        peak_gb: the most memory during these calls, including the weights.
+        result: numbers of the result, which all variants share up to rounding.
+        ready_s: seconds until the case could be measured.
+        facts: anything else, for the result file.
     """
 
     first_us: float
@@ -75,13 +75,13 @@ class Prepared:
 
 
 class Subject(Protocol):
-    """A variant of a model on its device."""
+    """A variant of a model on its device: what a process builds and measures."""
 
     def about(self) -> dict[str, Any]:
-        """Return what holds for all cases."""
+        """Return facts that hold for all cases."""
 
     def prepare(self, case: Case) -> Prepared:
-        """Run a case until nothing of it is compiled any more."""
+        """Run a case until a further call compiles nothing."""
 
     def measure(self, case: Case) -> float:
         """Return the microseconds of one call."""
@@ -90,7 +90,7 @@ class Subject(Protocol):
 def wall_us(
     call: Callable[[], object], device: torch.device, seconds: float = _SHORTEST_S
 ) -> float:
-    """Return the microseconds of a call, the host's share too, over as many as fill some time."""
+    """Return the mean microseconds of a call, host time included, over at least ``seconds``."""
     _synchronize(device)
     start, calls = time.perf_counter(), 0
     while not calls or time.perf_counter() - start < seconds:
@@ -108,16 +108,16 @@ def graph_us(call: Callable[[], object], device: torch.device) -> float:
     try:
         return time_cases({"": lambda _: call()}, 1, _GRAPHS, device)[""]
     finally:
-        # a capture that failed leaves its own stream current
+        # a failed capture leaves its own stream current
         torch.cuda.set_stream(stream)
 
 
-def settle(call: Callable[[], Tensor], device: torch.device) -> Prepared:
-    """Run a case for the first times.
+def run_first_calls(call: Callable[[], Tensor], device: torch.device) -> Prepared:
+    """Run the first calls of a case.
 
     Args:
-        call: gives the numbers to compare.
-        device: where it runs.
+        call: returns the numbers to compare.
+        device: the device it runs on.
 
     Raises:
         ArithmeticError: if one of the numbers is not finite.
@@ -138,7 +138,7 @@ def settle(call: Callable[[], Tensor], device: torch.device) -> Prepared:
 
 
 def _return_memory() -> None:
-    """Leave to other processes what this one has freed."""
+    """Return freed memory to the device, for other processes."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -146,7 +146,7 @@ def _return_memory() -> None:
 def memory(model: torch.nn.Module) -> dict[str, float]:
     """Return the gigabytes of all parameters and buffers, and of those in FP8.
 
-    Quantized tensors of other libraries count as what they hold.
+    Quantized tensors of other libraries count as the tensors inside them.
     """
     held = {id(t): t for one in [*model.parameters(), *model.buffers()] for t in _held(one)}
     sizes = [(t.nbytes / 1e9, t.dtype == torch.float8_e4m3fn) for t in held.values()]
@@ -157,10 +157,10 @@ def memory(model: torch.nn.Module) -> dict[str, float]:
 
 
 def check_fp8(model: torch.nn.Module, wanted: bool) -> None:
-    """Refuse a model that is not what its column says.
+    """Check whether a model has FP8 weights if and only if they are ``wanted``.
 
     Raises:
-        ValueError: if it has weights in FP8 and should not, or has none.
+        ValueError: if it has FP8 weights that it should not have, or lacks them.
     """
     sizes = memory(model)
     if bool(sizes["fp8_gb"]) != wanted:
@@ -179,18 +179,18 @@ def _synchronize(device: torch.device) -> None:
 
 
 class FailedError(Exception):
-    """A process answers with an error, or not at all."""
+    """Raised if a process answers with an error, or not at all."""
 
 
 def serve(
     build: Callable[[], Subject], turn: AbstractContextManager[Any], commands: Connection
 ) -> None:
-    """Build a subject, and carry out commands until there are no more: the life of a process.
+    """Build a subject and execute commands until there are none left; a process's main function.
 
     Args:
-        build: gives the subject.
+        build: returns the subject.
         turn: held while building.
-        commands: gives the name of a method of the subject and its arguments, takes the result.
+        commands: receives names of the subject's methods with arguments, and sends the results.
     """
     subject: Any = None
 
@@ -207,7 +207,7 @@ def serve(
         try:
             answer = (True, function(*arguments))
         except Exception as broken:
-            # this column is empty in some lines, and the result says why
+            # the column stays empty in these lines, and the result file has the reason
             answer = (False, reason(broken))
         commands.send(answer)
         try:
@@ -226,9 +226,9 @@ class Plan:
     """A process to start.
 
     Args:
-        variant: the column of a table that it fills.
-        cases: the lines in which it does.
-        build: gives its subject; can be pickled.
+        variant: the column of the table that the process fills.
+        cases: the lines of that column that it fills.
+        build: returns its subject; can be pickled.
     """
 
     variant: str
@@ -237,7 +237,7 @@ class Plan:
 
 
 class Worker:
-    """A process that holds one variant, as its parent sees it."""
+    """The parent's handle of a process that holds one variant."""
 
     def __init__(self, plan: Plan, turn: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -248,15 +248,15 @@ class Worker:
         theirs.close()
 
     def ask(self, name: str, *arguments: object) -> None:
-        """Send a command, whose result ``answer`` gives, after those of earlier commands."""
-        with suppress(OSError):  # a process that has ended says so in its answer
+        """Send a command; ``answer`` returns the results in the order of the commands."""
+        with suppress(OSError):  # ``answer`` reports a process that has ended
             self.commands.send((name, *arguments))
 
     def answer(self, seconds: float) -> Any:
-        """Wait for a result; the first is what the subject says about itself.
+        """Wait for the next result; the first one is ``about`` of the subject.
 
         Raises:
-            FailedError: if it is an error, or does not come in time, which ends the process.
+            FailedError: if it is an error, or is late; the process is ended if it is late.
         """
         try:
             if not self.commands.poll(max(seconds, 0.0)):
@@ -270,7 +270,7 @@ class Worker:
         return found
 
     def end(self, patience: float = _PATIENCE_S) -> None:
-        """Let the process end, and make it if it does not."""
+        """Ask the process to end, and kill it if it does not."""
         with suppress(OSError):
             self.commands.send(None)
         self._process.join(patience)
@@ -281,7 +281,7 @@ class Worker:
 
 
 class Table:
-    """What was measured so far: one row for each case, one column for each variant."""
+    """The measurements so far: a row for each case, a column for each variant."""
 
     def __init__(self, cases: Sequence[Case]) -> None:
         self._found: dict[tuple[Case, str], Prepared] = {}
@@ -290,15 +290,15 @@ class Table:
         self._cases = cases
 
     def prepared(self, case: Case, variant: str, found: Prepared) -> None:
-        """Keep what preparing has shown."""
+        """Store the findings of the first calls."""
         self._found[case, variant] = found
 
     def measured(self, case: Case, variant: str, us: float) -> None:
-        """Keep one time of several."""
+        """Store one of several times."""
         self._us.setdefault((case, variant), []).append(us)
 
     def failed(self, case: Case, variant: str, why: str) -> None:
-        """Keep the first reason why something has no time."""
+        """Store the reason why a case has no time; the first reason counts."""
         self._failed.setdefault((case, variant), why)
         print(f"{case}: {variant} failed: {why}", flush=True)
 
@@ -307,7 +307,7 @@ class Table:
         return (case, variant) in self._found and (case, variant) not in self._failed
 
     def rows(self) -> list[Row]:
-        """Return the cases of which something is known, as a result file has them."""
+        """Return a result-file row for each case of which anything is known."""
         return [row for case in self._cases if (row := self._row(case))]
 
     def _row(self, case: Case) -> Row | None:
@@ -338,13 +338,13 @@ def compare(
     rounds: int = 3,
     limit_s: float = 120.0,
 ) -> None:
-    """Measure variants in processes of their own, and write what is known after each line.
+    """Measure variants in processes of their own, and write the results after each line.
 
     Args:
-        plans: the processes; one of ``"bf16"`` is what results are compared with.
-        phases: the lines of the table; those of a phase are prepared together, then measured.
-        write: called with all rows, and with what the variants say about themselves.
-        rounds: how many times a case is measured; its variants take turns, the median counts.
+        plans: the processes; results are compared with those of the variant ``"bf16"``.
+        phases: the lines of the table; the lines of a phase are prepared together, then measured.
+        write: called with all rows, and with the facts that each variant's ``about`` returns.
+        rounds: how many times a case is measured; variants alternate, and the median counts.
         limit_s: seconds for preparing a phase; a process that needs more is ended.
     """
     table, about = Table([case for phase in phases for case in phase]), dict[str, Any]()
@@ -371,7 +371,7 @@ def compare(
 
 
 def _prepare(workers: Sequence[Worker], phase: Sequence[Case], table: Table, ended: float) -> None:
-    """Let all processes prepare their cases of a phase at once."""
+    """Make all processes prepare their cases of a phase, at the same time."""
     wanted = {w: [c for c in phase if c in w.plan.cases] for w in workers}
     for worker, cases in wanted.items():
         for case in cases:
@@ -385,7 +385,7 @@ def _prepare(workers: Sequence[Worker], phase: Sequence[Case], table: Table, end
 
 
 def _answers(awaited: dict[Worker, list[Any]], ended: float) -> Iterator[tuple[Worker, Any, Any]]:
-    """Yield worker, what was asked, and the answer or its error, as they come."""
+    """Yield worker, what it was asked, and the answer or its error, in the order of arrival."""
     while awaited:
         open_ones = [w.commands for w in awaited if not w.commands.closed]
         ready = wait(open_ones, max(ended - time.monotonic(), 0.0)) if open_ones else []

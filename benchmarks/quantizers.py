@@ -1,11 +1,11 @@
-"""Time the quantizers on bf16 input against their targets and against vLLM's operators.
+"""Time the quantizers on bf16 input; compare the times with targets and with vLLM's operators.
 
     python benchmarks/quantizers.py OUT.json [--only per_token,groups]
 
 VLLM_SO=/path/to/_C_stable_libtorch.abi3.so adds vLLM's operators to the same rounds, and compares
-scales and codes with theirs. Before anything is timed, codes and scales are compared with the
-reference, bit for bit. Inputs and outputs both rotate past the L2 cache; bandwidth counts 2 bytes
-read and 1 written per element.
+scales and codes with theirs. Before a case is timed, its codes and scales are compared with the
+reference, bit for bit. Inputs and outputs alternate between more copies than the L2 cache holds.
+Bandwidth counts 2 bytes read and 1 byte written per element.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ QuantizeInto = Callable[[Tensor, Tensor, Tensor], None]
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to quantize, and what it has to reach.
+    """One way to quantize, with its targets.
 
     Args:
         group: elements per scale.
-        terabytes: bandwidth to reach from 4096 rows.
-        speedup: ratio to vLLM to reach from 4096 rows; 0 where vLLM has no such operator.
+        terabytes: target bandwidth from 4096 rows, in TB/s.
+        speedup: target of vLLM's time divided by ours from 4096 rows; 0 if vLLM has no operator.
         layout: layout of the scales: ``"row"`` or ``"column"``.
-        static: the scale is given.
+        static: whether the scale is given.
     """
 
     group: GroupShape
@@ -109,13 +109,13 @@ def measure(name: str, m: int, k: int, vllm: Any) -> dict[str, Any]:
     given = reference.quantize(first, kind.group, E4M3, floor(kind), None, rounding(kind))[1]
     data, scale = ours(kind, first, given)
     check(kind, first, given, data, scale)
-    # few rows were written a moment ago by the layer before, and are still in the L2
+    # a small input was just written by the previous layer, and is still in the L2 cache
     copies = copies_past_cache(3 * m * k) if m > 64 else 1
     inputs = [first, *(torch.randn_like(first) for _ in range(copies - 1))]
     kept: list[Any] = [None] * copies
 
     def fp8kit(i: int) -> None:
-        # a result is held until its slot is used again, so that outputs rotate as inputs do
+        # holding each result until its slot is reused makes outputs alternate like inputs
         kept[i] = ours(kind, inputs[i], given)
 
     cases: dict[str, Case] = {"fp8kit": fp8kit}
@@ -134,7 +134,7 @@ def measure(name: str, m: int, k: int, vllm: Any) -> dict[str, Any]:
 
 
 def judge(row: dict[str, Any], kind: Kind) -> dict[str, Any]:
-    """Hold a measurement against its targets."""
+    """Compare a measurement with its targets."""
     speedup = row["vllm_us"] / row["us"] if row["vllm_us"] else None
     if row["m"] <= 64:
         target = f"{SMALL_US} us"
@@ -164,7 +164,7 @@ def report(row: dict[str, Any]) -> None:
 
 
 def floor(kind: Kind) -> float:
-    """Return the floor under a scale."""
+    """Return the least scale of a kind."""
     return min_scale(kind.group, E4M3, "activation")
 
 
@@ -222,7 +222,7 @@ def vllm_operator(vllm: Any, name: str) -> QuantizeInto | None:
 
 
 def compare(data: Tensor, scale: Tensor, other: Tensor, other_scale: Tensor) -> dict[str, Any]:
-    """Return how close two quantizations are: equal scales and codes, and the furthest codes."""
+    """Return the shares of equal scales and codes, and the largest distance of two codes."""
     ours_, theirs = ordinal(data), ordinal(other)
     same = scale.reshape(other_scale.shape) == other_scale
     return {
@@ -233,7 +233,7 @@ def compare(data: Tensor, scale: Tensor, other: Tensor, other_scale: Tensor) -> 
 
 
 def ordinal(data: Tensor) -> Tensor:
-    """Number the codes in the order of their values."""
+    """Return the rank of each code in the order of values."""
     code = data.view(torch.uint8).to(torch.int16)
     return torch.where(code < 128, code, 128 - code)
 

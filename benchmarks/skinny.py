@@ -1,12 +1,12 @@
-"""Time the products that run for few rows: every backend and scheme, and cuts of the Triton one.
+"""Time GEMMs with few rows: every backend and scheme, and other tiles of the Triton GEMM.
 
     python benchmarks/skinny.py OUT.json [--shapes 8b] [--rows 1,4,16,64,256] [--sweep]
 
 Operands are quantized beforehand, except in the cases named ``linear``, which quantize per token
-first and let the product start early. Each result is compared with the exact product before it is
-timed. A case that fails is reported by its error and left out. With ``--sweep`` the Triton product
-is also cut in other ways than ``choose_tile`` does; ``best`` then names the fastest cut. What is
-not measured after ``--seconds`` is skipped, and said so.
+first and let the GEMM start early. Each result is compared with the exact product before it is
+timed. A case that fails is reported with its error and left out. With ``--sweep`` the Triton GEMM
+also runs with other tiles than ``choose_tile`` returns; ``best`` then names the fastest. What is
+not measured after ``--seconds`` is skipped and reported.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def exact_product(operands: Operands) -> Tensor:
 
 
 def backend_cases(scheme: str, operands: Operands) -> Iterator[tuple[str, Case]]:
-    """Return every backend that takes the operands, and the batch-invariant product."""
+    """Return a case for every backend that supports the operands, and a batch-invariant one."""
     for name in TIMED:
         for invariant in (False, True) if name == "triton_gemm" else (False,):
             problem = operands.problem(invariant)
@@ -151,7 +151,7 @@ def backend_cases(scheme: str, operands: Operands) -> Iterator[tuple[str, Case]]
 
 
 def linear_case(x: Tensor, operands: Operands) -> Case:
-    """Quantize per token, then multiply with the product that starts early."""
+    """Quantize per token, then multiply with a GEMM that starts early."""
     problem = operands.problem()
 
     def run(i: int) -> Tensor:
@@ -162,7 +162,7 @@ def linear_case(x: Tensor, operands: Operands) -> Case:
 
 
 def swept_cases(scheme: str, operands: Operands) -> Iterator[tuple[str, Case]]:
-    """Return the Triton product in cuts near the chosen one."""
+    """Return the Triton GEMM with tiles near the chosen one."""
     problem = operands.problem()
     if triton_gemm.supports(problem) is not None:
         return
@@ -180,7 +180,7 @@ def swept_cases(scheme: str, operands: Operands) -> Iterator[tuple[str, Case]]:
 def candidates(
     chosen: triton_gemm.TritonTile, decoded: bool, problem: MatmulProblem
 ) -> list[triton_gemm.TritonTile]:
-    """Vary one or two properties of a cut at a time."""
+    """Vary one or two properties of a tile at a time."""
     found = [chosen]
     for splits in {1, chosen.splits * 2, max(1, chosen.splits // 2), 4} - {chosen.splits}:
         if -(-problem.k // chosen.depth) >= 2 * splits:
@@ -201,7 +201,7 @@ def candidates(
 
 
 def run_case(run: Callable[..., Tensor], operands: Operands, last: tuple[Any, ...]) -> Case:
-    """Bind operands to a product; the argument of the result chooses the copy of the weight."""
+    """Bind operands to a product; the result's argument selects the copy of the weight."""
 
     def case(i: int) -> Tensor:
         w_q = operands.weights[i]
@@ -211,7 +211,7 @@ def run_case(run: Callable[..., Tensor], operands: Operands, last: tuple[Any, ..
 
 
 def report(row: dict[str, Any]) -> None:
-    """Print one shape and M: times, failures and, of a sweep, the fastest cuts."""
+    """Print one shape and M: times, failures and, after a sweep, the fastest tiles."""
     times = row["us"]
     line = f"{row['shape']:>11} m={row['m']:<5} roof {row['roofline_us']:6.1f}"
     line += "".join(f"  {n} {t:.1f}" for n, t in times.items() if " " not in n)

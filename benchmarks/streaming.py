@@ -1,13 +1,13 @@
-"""Streaming a checkpoint through the quantizer, against copying the same bytes with safetensors.
+"""Time ``quantize_checkpoint``, which streams, against copying the same bytes with safetensors.
 
 python benchmarks/streaming.py benchmarks/results/streaming.json [--gigabytes 1 2 4] [--runs 3]
 
-Makes Llama-shaped bf16 checkpoints of random weights in a temporary folder, then in turn, each in
-a process of its own: copies every file with safetensors (read and write of bf16, once left in the
-page cache and once synced to the disk), and quantizes the directory with ``quantize_checkpoint``,
-which syncs all that it writes. Times are taken inside the processes after their imports; the time
-of a whole process, with the imports of torch and Transformers, is given as well. Memory is the
-operating system's peak for the process.
+Makes Llama-shaped bf16 checkpoints of random weights in a temporary folder. Then three kinds of
+processes alternate: copies of every file with safetensors (reading and writing bf16) that are left
+in the page cache, such copies that are synced to the disk, and ``quantize_checkpoint``, which syncs
+all that it writes. Times are taken inside the processes, after imports; the time of a whole
+process, with the imports of torch and Transformers, is given as well. Memory is the operating
+system's peak for the process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ with open("/proc/self/status") as status:
     peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 print(time.perf_counter() - start, time.process_time() - busy, peak)
 """
-# what is replaced goes right before, so that no case waits for memory that others have left
+# earlier output is deleted right before, so that no case waits for memory that others filled
 CLEAR = """
 import os, shutil, sys, time
 shutil.rmtree(sys.argv[2], ignore_errors=True)
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def processor() -> str:
-    """Name the processor as well as the system can."""
+    """Return the processor's name, as far as the system tells it."""
     if Path("/proc/cpuinfo").is_file():
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -105,7 +105,7 @@ def processor() -> str:
 
 
 def make(folder: Path, wanted: int) -> int:
-    """Write a checkpoint of at least so many bytes, in files of ``SHARD_BYTES``; count them."""
+    """Write a checkpoint of ``wanted`` bytes or more, in ``SHARD_BYTES`` files; return its size."""
     folder.mkdir()
     torch.manual_seed(0)
     shapes = {"model.embed_tokens": (VOCABULARY, HIDDEN), "lm_head": (VOCABULARY, HIDDEN)}
@@ -126,7 +126,7 @@ def make(folder: Path, wanted: int) -> int:
     for name, shape in shapes.items():
         if sum(t.nbytes for t in parts[-1].values()) > SHARD_BYTES:
             flush(folder, parts, places)
-        # rows of other magnitudes, so that no two scales are alike
+        # rows of different magnitudes, so that all scales differ
         parts[-1][f"{name}.weight"] = (torch.randn(shape) * torch.rand(shape[0], 1)).bfloat16()
         total += parts[-1][f"{name}.weight"].nbytes
     flush(folder, parts, places)
@@ -165,7 +165,7 @@ def config(layers: int) -> dict[str, Any]:
 
 
 def measure(folder: Path, source: Path, total: int, runs: int) -> list[dict[str, Any]]:
-    """Time copies and conversions in turn; the first of each is not counted."""
+    """Time copies and conversions alternately; the first run of each does not count."""
     cases = {
         "copy": (COPY, "cached"),
         "copy_synced": (COPY, "sync"),

@@ -1,6 +1,7 @@
-"""What the times of layers say: ratios to peers, to bf16 and to the roofline, and their means.
+"""Summarize result files: ratios to peers, to bf16 and to the roofline, and their means.
 
-Plain Python, so that tables and plots need neither torch nor a GPU.
+``COMPARISONS`` says which peers each case of fp8kit is compared with. Plain Python, so that tables
+and plots need neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ Row = dict[str, Any]
 Comparisons = Mapping[str, tuple[str, ...]]
 
 _BLOCK_PEERS = ("vllm_block", "torch_block", "deepgemm_block")
-# a caller of the default scheme could use any of these instead
+# whoever uses the default scheme could use any of these instead
 _PEERS = (
     "vllm_row",
     "vllm_tensor",
@@ -33,33 +34,33 @@ COMPARISONS: dict[str, tuple[str, ...]] = {
     "static": ("vllm_static",),
     "quantized": ("vllm_quantized", "torch_quantized_fast"),
 }
-# of `mx_speed.py`: what is divided by what
+# of `mx_speed.py`: the cases whose times are divided, first by second
 MX_COMPARISONS = {
     "MXFP8 / FP8_DYNAMIC": ("MXFP8", "FP8_DYNAMIC"),
     "bf16 / MXFP8": ("bf16", "MXFP8"),
     "Humming / MXFP8": ("humming", "MXFP8"),
 }
-# the same of layers of experts
+# the same as COMPARISONS, for layers of experts
 _EXPERT_BLOCK_PEERS = ("vllm_block", "deepgemm_contiguous", "deepgemm_masked", "flashinfer_mono")
 EXPERT_COMPARISONS: dict[str, tuple[str, ...]] = {
     "row": ("vllm_channel", "torch_grouped_row", *_EXPERT_BLOCK_PEERS),
     "block": _EXPERT_BLOCK_PEERS,
 }
-# a user of bf16 could take the fastest of these
+# bf16 counts as the fastest of these
 _DENSE = ("bf16", "bf16_batched_mm", "bf16_grouped_mm")
 
 
 @dataclass(frozen=True)
 class Ratios:
-    """One case of fp8kit for one layer and row count, against the others.
+    """One case of fp8kit for one layer and row count: ratios of other times to its own.
 
     Args:
         shape: name of the layer.
         us: microseconds of fp8kit.
-        of_bf16: time of bf16 by ours.
-        roofline: least possible time by ours.
-        peer: the fastest peer, empty if there is none.
-        of_peer: its time by ours, 0 if there is none.
+        of_bf16: bf16's time divided by fp8kit's.
+        roofline: least possible time divided by fp8kit's.
+        peer: name of the fastest peer, empty if there is none.
+        of_peer: that peer's time divided by fp8kit's, 0 if there is none.
     """
 
     shape: str
@@ -72,16 +73,17 @@ class Ratios:
 
 @dataclass(frozen=True)
 class Summary:
-    """One case of fp8kit at one row count, over layers; means are geometric.
+    """One case of fp8kit at one row count, over all layers; means are geometric.
 
     Args:
-        m: rows.
-        layers: how many were measured.
+        m: number of rows.
+        layers: number of layers that were measured.
         roofline: mean part of the roofline.
-        of_bf16: mean of bf16's time by ours.
-        worst_of_bf16: the least of them, and its layer.
-        of_peer: mean of the best peer's time by ours, over layers that have a peer; or ``None``.
-        worst_of_peer: the least of them, and its layer.
+        of_bf16: mean of bf16's time divided by fp8kit's.
+        worst_of_bf16: the least of these ratios, and its layer.
+        of_peer: mean of the best peer's time divided by fp8kit's, over the layers that have a peer;
+            ``None`` if none has.
+        worst_of_peer: the least of these ratios, and its layer.
     """
 
     m: int
@@ -94,7 +96,7 @@ class Summary:
 
 
 def best(times: dict[str, float], names: Iterable[str]) -> str:
-    """Name the fastest of some cases, or nothing if none was measured."""
+    """Return the name of the fastest of some cases; empty if none was measured."""
     return min((n for n in names if n in times), key=times.__getitem__, default="")
 
 
@@ -109,8 +111,8 @@ def ratios(row: Row, kind: str, comparisons: Comparisons = COMPARISONS) -> Ratio
     return Ratios(row["shape"], us, times[dense] / us, row["roofline_us"] / us, peer, of_peer)
 
 
-def by_model(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
-    """Part the layers of models from odd shapes, which count in no mean unless they are alone."""
+def split_odd_shapes(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
+    """Split rows into models' layers and odd shapes; odd ones count in means only if alone."""
     models = [row for row in rows if not row["shape"].startswith("odd.")]
     odd = [row for row in rows if row["shape"].startswith("odd.")]
     return (models, odd) if models else (odd, [])
@@ -119,7 +121,7 @@ def by_model(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
 def summarize(
     rows: Sequence[Row], kind: str, comparisons: Comparisons = COMPARISONS
 ) -> list[Summary]:
-    """Return a line per row count for one case of fp8kit."""
+    """Return a ``Summary`` per row count for one case of fp8kit."""
     lines = []
     for m in sorted({row["m"] for row in rows}):
         here = [ratios(row, kind, comparisons) for row in rows if row["m"] == m]
@@ -147,8 +149,8 @@ def compared(
     """Divide the times of one case by those of another.
 
     Returns:
-        Row count to the geometric mean over layers, and the least and the largest ratio, each with
-        its layer. Layers that lack one of the two do not count.
+        By row count, the geometric mean of the ratios over layers, and the least and the largest
+        ratio, each with its layer. Layers that lack one of the two cases do not count.
     """
     found = {}
     for m in sorted({row["m"] for row in rows}):
@@ -162,10 +164,10 @@ def compared(
 def curves(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
     """Return the part of the roofline over M for fp8kit, the best peer and bf16.
 
-    Only layers count that have all three, so that the curves compare.
+    Only layers that have all three count, so that the curves can be compared.
 
     Returns:
-        Name to points ``(M, geometric mean)``; fast accumulation where it was measured.
+        By name, points ``(M, geometric mean)``; fast accumulation where all layers have it.
     """
     found: dict[str, list[tuple[int, float]]] = {}
     for m in sorted({row["m"] for row in rows}):
@@ -188,7 +190,7 @@ def curves(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
 
 
 def unmeasured(rows: Sequence[Row]) -> dict[tuple[str, str], list[str]]:
-    """Collect what failed: from case and reason to the layers and row counts."""
+    """Return the layers and row counts that failed, by case and reason."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for name, why in row.get("failed", {}).items():

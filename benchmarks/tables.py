@@ -1,8 +1,9 @@
-"""Write the benchmark tables of the documents from the result files, or check that they did.
+"""Write the benchmark tables of the documents from the result files, or check them.
 
     python benchmarks/tables.py [--check]
 
-The README gets a few row counts between two marks; `docs/benchmarks.md` gets everything.
+The README gets a few row counts between two marks, `docs/benchmarks.md` all tables. Each result
+file has one function here that renders it.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from summary import (
     Comparisons,
     Row,
     Summary,
-    by_model,
     compared,
     ratios,
+    split_odd_shapes,
     summarize,
     unmeasured,
 )
@@ -72,7 +73,7 @@ KINDS = {
     "quantized": "The GEMM alone, per-token by per-row codes, against peers' GEMMs",
 }
 
-FIRST = ("forward", "eager")  # the ways in which a model runs first
+FIRST = ("forward", "eager")  # ways whose first call is the first call of the model
 EXPERT_KINDS = {
     "row": "Per-token activations by per-row weights",
     "block": "1x128 groups by 128x128 blocks",
@@ -80,7 +81,7 @@ EXPERT_KINDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write both documents, or say which of them is not current."""
+    """Write both documents, or report which of them are not current."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -97,13 +98,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def between_marks(text: str, tables: str) -> str:
-    """Replace what stands between the two marks."""
+    """Replace the text between the two marks."""
     head, rest = text.split(BEGIN)
     return f"{head}{BEGIN}\n\n{tables}\n{END}{rest.split(END)[1]}"
 
 
 def compact(found: dict[str, Any]) -> str:
-    """Render what the README shows: some row counts, layers of experts, and a decoder layer."""
+    """Render the README's tables: some row counts, layers of experts, and a decoder layer."""
     parts, sources = [], dict[str, list[str]]()
     for name, render in COMPACT.items():
         if name in found:
@@ -114,7 +115,7 @@ def compact(found: dict[str, Any]) -> str:
 
 
 def full(found: dict[str, Any]) -> str:
-    """Render every result file that has a table."""
+    """Render the tables of all result files."""
     parts = [INTRODUCTION]
     for name, (title, render) in SECTIONS.items():
         if name in found:
@@ -123,7 +124,7 @@ def full(found: dict[str, Any]) -> str:
 
 
 def conditions(found: dict[str, Any]) -> str:
-    """Return what the numbers were measured on."""
+    """Return a phrase with the device and versions of a measurement."""
     where = f"{found['device']}, torch {found['torch']}"
     if "triton" in found:
         where = f"one {where}, Triton {found['triton']}"
@@ -133,18 +134,18 @@ def conditions(found: dict[str, Any]) -> str:
 
 
 def source(name: str, found: dict[str, Any]) -> str:
-    """Return where the numbers come from."""
+    """Return a sentence that names the result file, device and versions."""
     return f"\nMeasured on {conditions(found)} (`benchmarks/results/{name}.json`).\n"
 
 
 def table(columns: list[str], lines: list[list[str]]) -> str:
-    """Lay out cells in Markdown."""
+    """Render a Markdown table."""
     head, *body = [f"| {' | '.join(cells)} |\n" for cells in (columns, *lines)]
     return f"{head}{'|---' * len(columns)}|\n{''.join(body)}"
 
 
 def models(rows: Sequence[Row]) -> str:
-    """Name the models whose layers were measured, and count the layers of each row count."""
+    """Return the models whose layers were measured, and the number of layers per row count."""
     prefixes = {row["shape"].split(".")[0] for row in rows}
     names = ", ".join(text for prefix, text in MODELS.items() if prefix in prefixes)
     counts = Counter(row["m"] for row in rows).values()
@@ -153,14 +154,14 @@ def models(rows: Sequence[Row]) -> str:
 
 
 def libraries(rows: Sequence[Row]) -> str:
-    """Name the libraries that took part."""
+    """Return the names of the peers' libraries that were measured."""
     prefixes = {name.split("_")[0] for row in rows for name in row["us"]}
     return ", ".join(text for prefix, text in LIBRARIES.items() if prefix in prefixes)
 
 
 def overview(every: list[Row]) -> str:
     """Some row counts: row-wise and block-wise against their peers, and bf16."""
-    rows, _ = by_model(every)
+    rows, _ = split_odd_shapes(every)
     row, block = ({line.m: line for line in summarize(rows, kind)} for kind in ("row", "block"))
     others = f"the best peer ({libraries(rows)})" if libraries(rows) else "the best peer"
     title = (
@@ -263,7 +264,7 @@ def every_expert_layer(rows: list[Row]) -> str:
 
 def linear(found: dict[str, Any]) -> str:
     """Whole linear layers: per row count for each case, then every layer."""
-    rows, odd = by_model(found["rows"])
+    rows, odd = split_odd_shapes(found["rows"])
     parts = [
         f"bf16 in and out, {models(rows)}. Ratios are the other's time divided by fp8kit's, "
         "geometric mean and worst layer: above 1 fp8kit is faster. Unless a heading says "
@@ -284,7 +285,7 @@ def linear(found: dict[str, Any]) -> str:
 
 
 def present(found: dict[str, Any]) -> str:
-    """Return in which version the peers took part, if the file knows."""
+    """Return the versions of the peers, if the result file has them."""
     names = {name: found.get("peers", {}).get(name) for name in LIBRARIES}
     known = [f"{LIBRARIES[name]} ({version})" for name, version in names.items() if version]
     return f"Peers: {', '.join(known)}." if known else ""

@@ -1,13 +1,13 @@
-"""Measure tile configurations of the Hopper GEMM, and fit the costs by which one is chosen.
+"""Measure tile configurations of the Hopper GEMM, and fit the cost model that chooses among them.
 
     python benchmarks/tiles.py measure OUT.json [--shapes 8b,ds] [--rows 96,128,256,512]
         [--scales row,block] [--within 1.5] [--seconds 500]
     python benchmarks/tiles.py fit OUT.json [--trials 2000]
 
-``measure`` times the GEMM alone, of codes that are there already, in every configuration that may
-be the best one by today's costs, and writes the file after every row. ``fit`` needs no GPU: it
-looks for costs whose choice takes the least time of what was measured, and prints them with what a
-choice by them, and by today's, loses against the best. They belong in ``device.Costs``.
+``measure`` times the GEMM alone, on quantized operands, in every configuration that may be the best
+by the current costs, and writes OUT.json after every row. ``fit`` needs no GPU: it searches for
+costs whose choices lose the least time against the best measured configuration. It prints them, and
+the losses under the current and the fitted costs. The costs belong in ``device.Costs``.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ PAIRS = {"row": (fp8kit.ROW, fp8kit.ROW), "block": (fp8kit.GROUP128, fp8kit.BLOC
 # against the exact product of the same operands: the rounding of a bf16 result is 1.7e-3
 LARGEST_ERROR = 4e-3
 UNMEASURED = 0.06
-# how far a trial moves a cost, and how many of them
+# a trial of the fit scales a cost by about this much, and this share of all costs
 SPREAD, SHARE = 0.08, 0.3
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of one GEMM.
+    """The measured configurations of one GEMM.
 
     Args:
         problem: ``(M, N, K)``.
         device: the GPU.
-        block_scales: whether it has block scales.
+        block_scales: whether the operands have block scales.
         us: microseconds by configuration.
     """
 
@@ -62,9 +62,9 @@ class Measured:
     us: dict[TileConfig, float]
 
     def loss(self, costs: Costs) -> float:
-        """Return what the choice by some costs loses against the best, as a part of the best time.
+        """Return the loss of the choice under these costs, relative to the best measured time.
 
-        A choice that was not measured counts as ``UNMEASURED``: a fit keeps to what is known.
+        A choice that was not measured loses ``UNMEASURED``, so that a fit avoids the unknown.
         """
         found = estimates(self.problem, self.device, self.block_scales, costs)
         choice = min(found, key=found.__getitem__)
@@ -185,7 +185,7 @@ def measured(row: dict[str, Any]) -> Measured:
 
 
 def config_of(parts: Mapping[str, Any]) -> TileConfig:
-    """Read a configuration from what ``asdict`` made of it; these quantize nothing."""
+    """Read a configuration from the dict that ``asdict`` made; none of them quantizes its input."""
     return TileConfig(
         layout=Layout(**parts["layout"]),
         pipeline=Pipeline(**parts["pipeline"]),
@@ -195,7 +195,7 @@ def config_of(parts: Mapping[str, Any]) -> TileConfig:
 
 
 def report_fit(path: Path, trials: int) -> None:
-    """Print fitted costs, and what they and today's lose."""
+    """Print the fitted costs, and the losses under the current and the fitted ones."""
     found = [measured(row) for row in json.loads(path.read_text())["rows"]]
     found = [one for one in found if len(one.us) > 1]
     fitted = fit(found, trials)
@@ -207,7 +207,7 @@ def report_fit(path: Path, trials: int) -> None:
 
 
 def fit(found: Sequence[Measured], trials: int) -> Costs:
-    """Search for the costs whose choices lose the least in the mean."""
+    """Search for the costs with the least mean loss."""
     rng = random.Random(0)
     best = Costs()
     least = math.fsum(one.loss(best) for one in found)
@@ -220,7 +220,7 @@ def fit(found: Sequence[Measured], trials: int) -> Costs:
 
 
 def moved(costs: Costs, rng: random.Random) -> Costs:
-    """Change some costs a little."""
+    """Return the costs with some of them changed a little."""
 
     def near(value: float) -> float:
         if rng.random() > SHARE:

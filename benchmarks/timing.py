@@ -1,4 +1,4 @@
-"""The package's way of timing, and result files that say where they come from."""
+"""Timing by ``fp8kit.perf.timing``, and result files with the environment they were measured in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 @functools.cache
 def environment() -> dict[str, Any]:
-    """Describe device, versions and commit, for the head of a result file; asked for once."""
+    """Return device, versions and commit for the head of a result file; cached."""
     query = [
         "nvidia-smi",
         "--query-gpu=driver_version,clocks.sm,power.limit",
@@ -45,8 +45,8 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Name the commit that is measured, with a mark if files differ from it."""
-    # a copy of the files may have an older history, or none
+    """Return the commit that is measured, marked ``-dirty`` if files differ from it."""
+    # COMMIT is for a copy of the files that has an older history, or none
     named = os.environ.get("COMMIT") or _said(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     )
@@ -54,7 +54,7 @@ def commit() -> str:
 
 
 def _said(command: list[str]) -> str:
-    """Return what a program prints, nothing where there is none."""
+    """Return the standard output of a program; empty if the program is absent."""
     folder = Path(__file__).resolve().parent
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)

@@ -1,9 +1,9 @@
-"""Talk to a language model in FP8: it is quantized while it loads.
+"""Talk to a language model in FP8, quantized while it loads.
 
     python examples/chat.py [MODEL] [--tokens 40]
 
-MODEL is a directory of a bf16 checkpoint, by default the small Llama that comes with the
-repository, which continues code. Lines are read until an empty one or the end of the input.
+MODEL is a directory with a bf16 checkpoint, by default the small Llama of the repository, which
+continues code. The chat ends at an empty line or at the end of the input.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
             ids = tokenizer.apply_chat_template(
                 history, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
-        else:  # a model that continues text
+        else:  # a base model without a chat template continues text
             ids = tokenizer(line.rstrip("\n"), return_tensors="pt", return_token_type_ids=False)
         ids = ids.to(model.device)
         out = model.generate(

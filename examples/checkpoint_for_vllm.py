@@ -2,8 +2,8 @@
 
     python examples/checkpoint_for_vllm.py [SOURCE [DESTINATION]]
 
-Without arguments it takes the small model of the repository. The model is never built: tensors
-stream from the source into the destination, so that size does not matter.
+The default source is the small model of the repository. The model is never built: tensors stream
+from SOURCE to DESTINATION, so checkpoints of any size work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SOURCE = Path(__file__).resolve().parent / "nano"
 
 
 def main(source: str | Path = SOURCE, destination: str | Path | None = None) -> None:
-    """Quantize, verify, and say how to serve the result."""
+    """Quantize, verify, and print how to serve the result."""
     if destination is None:
         destination = Path(tempfile.mkdtemp()) / "model-fp8"
     recipe = fp8kit.Recipe("FP8_DYNAMIC", target="vllm")

@@ -2,9 +2,9 @@
 
     python examples/demo.py
 
-The model is a Llama of 4.2 million parameters, trained on open-source text, that comes with the
-repository; the mixture of experts beside it was made by train_experts.py. Everything runs on the
-CPU, in the models' own bfloat16.
+The model is the repository's Llama of 4.2 million parameters, trained on open-source text. The demo
+also converts the small mixture of experts that train_experts.py made. Everything runs on the CPU,
+in the models' own bfloat16.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def evaluation_tokens(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
 
 
 def experts_line() -> str:
-    """Compare a small mixture of experts, which reads bytes, before and after conversion."""
+    """Return a line that compares a byte-level mixture of experts before and after conversion."""
     model = AutoModelForCausalLM.from_pretrained(HERE / "experts", dtype=torch.bfloat16).eval()
     data = torch.tensor(list((HERE / "eval.txt").read_bytes()[: 16 * (LENGTH + 1)]))
     tokens = data.view(-1, LENGTH + 1)

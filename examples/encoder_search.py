@@ -3,8 +3,8 @@
     python examples/encoder_search.py [MODEL] [--query TEXT] [--texts FILE]
 
 MODEL is a directory with an encoder of Transformers and its tokenizer, such as a BERT for
-embeddings. By default a tiny one of random weights is made: it finds texts that share words. Texts
-are the lines of FILE.
+embeddings. The default is a tiny encoder with random weights, which finds texts that share words.
+Each line of FILE is a text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TEXTS = (
 
 
 def main() -> None:
-    """Embed the texts with both models and print what each finds."""
+    """Embed the texts with both models and print both rankings."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", nargs="?")
     parser.add_argument("--query", default="open(path) and read it")

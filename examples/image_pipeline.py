@@ -2,8 +2,8 @@
 
     python examples/image_pipeline.py [PIPELINE] [--prompt TEXT] [--steps 4] [--out FOLDER]
 
-PIPELINE is a directory with a pipeline of diffusers, such as FLUX.1. By default a tiny one of
-random weights is made, which draws noise and shows every step in seconds on a CPU.
+PIPELINE is a directory with a pipeline of diffusers, such as FLUX.1. The default is a tiny pipeline
+with random weights, which draws noise and goes through every step in seconds on a CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main() -> None:
-    """Draw the same image dense, in FP8, and in FP8 from disk."""
+    """Draw the same image with dense weights, with FP8 ones, and with FP8 ones loaded from disk."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("pipeline", nargs="?")
     parser.add_argument("--prompt", default="a lighthouse in the rain")
@@ -65,7 +65,7 @@ def load(source: str | Path, **options: Any) -> Any:
 
 
 def draw(pipeline: Any, prompt: str, steps: int) -> np.ndarray:
-    """Draw an image ``[1, height, width, 3]`` from 0 to 1, always from the same noise."""
+    """Draw an image ``[1, height, width, 3]`` with values in [0, 1], always from the same noise."""
     asked: dict[str, Any] = {"prompt": prompt}
     if "class_labels" in inspect.signature(pipeline.__call__).parameters:
         asked = {"class_labels": [1]}
@@ -76,7 +76,7 @@ def draw(pipeline: Any, prompt: str, steps: int) -> np.ndarray:
 
 
 def mebibytes(pipeline: Any) -> float:
-    """Return the size of the transformer's weights."""
+    """Return the size of the transformer's weights in MiB."""
     return sum(p.nbytes for p in pipeline.transformer.parameters()) / 2**20
 
 

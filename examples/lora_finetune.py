@@ -2,9 +2,9 @@
 
     python examples/lora_finetune.py [--steps 40]
 
-The model is the small Llama that comes with the repository; everything runs on the CPU. The base
-is FP8 and frozen, so its layers take half the memory of bf16 ones. Everything else is fp32, which
-any CPU is quick at; on a GPU leave ``dtype`` out.
+The model is the small Llama of the repository; everything runs on the CPU. The base is frozen FP8,
+so its layers take half the memory of bf16 ones. Everything else is fp32, which every CPU computes
+quickly; on a GPU leave ``dtype`` out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LENGTH, BATCH = 128, 4
 
 
 def main() -> None:
-    """Train, merge, unmerge, and say what happened to the base."""
+    """Train, merge, unmerge, and print what changed in the base."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=40)
     steps = parser.parse_args().steps
@@ -77,7 +77,7 @@ def finetune(model: Any, tokens: Tensor, steps: int, seed: int) -> list[float]:
 
 
 def changed(model: Any, before: dict[str, Tensor]) -> int:
-    """Count the tensors of the base whose bytes are not those of before."""
+    """Count the tensors of the base whose bytes have changed since ``before``."""
     now = {
         name.removeprefix("base_model.model.").replace(".base_layer", ""): tensor
         for name, tensor in model.state_dict().items()

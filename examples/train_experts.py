@@ -3,8 +3,7 @@
     python examples/train_experts.py examples/experts [STEPS]
 
 A Qwen3-MoE of 0.7 million parameters learns the bytes of Python's standard library, on the CPU, in
-some minutes. It exists so that tests and the demo can measure what FP8 experts cost
-a model that has learned something.
+some minutes. With it, tests and the demo measure the cost of FP8 experts in a trained model.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ WARM_UP, PEAK, SEED = 100, 3e-3, 0
 
 
 def config() -> Qwen3MoeConfig:
-    """Return a model of two layers, of which each token takes two of six experts."""
+    """Return the config of a model of two layers, with two of six experts per token."""
     return Qwen3MoeConfig(
         vocab_size=256,
         hidden_size=128,
@@ -55,7 +54,7 @@ def text() -> torch.Tensor:
 
 
 def main(destination: Path, steps: int = STEPS) -> None:
-    """Train, and save in bfloat16 with a note of how it was done."""
+    """Train, and save in bfloat16 with a note on how the model was trained."""
     torch.manual_seed(SEED)
     model, data = Qwen3MoeForCausalLM(config()), text()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.95), weight_decay=0.1)

@@ -1,4 +1,4 @@
-"""Activations by the kernels' own device function, whose last bit torch may not have."""
+"""Activations by the kernels' own device function; torch's may differ in the last bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Kernels compiled without a GPU: Triton's in a process without its interpreter, CUDA C++ here."""
+"""Compile kernels without a GPU, and count their registers, spills and instructions.
+
+``compiled_by`` runs an ``ahead_of_time.py`` of Triton kernels in a process of its own, because in
+the tests' process Triton may interpret. ``cuda_resources`` compiles CUDA C++ in this process.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,15 @@ from typing import Any
 import fresh
 
 RUN = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
-_SYSTEM_SHARED = 1024  # bytes of each block on Hopper that are counted too
+_SYSTEM_SHARED = 1024  # bytes that the system keeps per block on Hopper; cuobjdump counts them too
 
 
 def compiled_by(script: Path, cache: Path) -> dict[str, dict[str, int]]:
-    """Run a script that compiles kernels and prints a JSON object of counts.
+    """Run a script that compiles kernels, and return the JSON object of counts that it prints last.
 
     Args:
-        script: what to run.
-        cache: an empty directory for Triton.
+        script: file to run.
+        cache: an empty directory, for Triton's cache.
     """
     variables = {
         "TRITON_INTERPRET": "0",
@@ -41,10 +45,10 @@ def specialized(
     """Specialise a kernel as Triton's launcher does: ones are constants, multiples of 16 are known.
 
     Args:
-        kernel: under ``triton.jit``.
-        arguments: positional ones; tensors may be on meta.
-        constants: the others, by name.
-        free: arguments that are not specialised.
+        kernel: a function under ``triton.jit``.
+        arguments: the positional arguments; tensors may be on meta.
+        constants: the other arguments, by name; they are compiled in.
+        free: names of arguments that are not specialised.
     """
     import torch
     from triton.compiler import ASTSource
@@ -76,7 +80,7 @@ def specialized(
 
 
 def counts(kernel: Any, patterns: Mapping[str, str]) -> dict[str, int]:
-    """Count what the PTX of a compiled kernel has, by names of patterns, beside ``resources``."""
+    """Count the matches of named patterns in a compiled kernel's PTX, and add ``resources``."""
     text = kernel.asm["ptx"]
     found = {name: len(re.findall(pattern, text)) for name, pattern in patterns.items()}
     return found | resources(kernel.asm["cubin"])
@@ -87,7 +91,7 @@ def compiled_for(
     source: Any,
     options: Mapping[str, Any],
 ) -> Any:
-    """Compile what ``specialized`` gave for a GPU of a compute capability."""
+    """Compile a source from ``specialized`` for a GPU of a compute capability."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -96,7 +100,7 @@ def compiled_for(
 
 
 def dumped(cubin: bytes, what: str) -> str:
-    """Return what ``cuobjdump``, which Triton brings along, says of a device image."""
+    """Return what Triton's ``cuobjdump`` prints about a device image for the option ``what``."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -108,7 +112,7 @@ def dumped(cubin: bytes, what: str) -> str:
 
 
 def machine_code(source: str) -> list[str]:
-    """Compile CUDA C++ for Hopper and give its instructions, in order."""
+    """Compile CUDA C++ for Hopper and return its SASS instructions, in order."""
     from fp8kit.runtime import nvrtc
 
     text = dumped(nvrtc.compiled(source, "sm_90a")[0], "-sass")
@@ -116,7 +120,7 @@ def machine_code(source: str) -> list[str]:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Return a kernel's registers, and the bytes of local memory (what did not fit) and shared."""
+    """Return a kernel's registers, and its bytes of local (``stack``) and shared memory."""
     out = dumped(cubin, "-res-usage")
     (found,) = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", out)
     return dict(zip(("registers", "stack", "shared"), map(int, found), strict=True))
@@ -134,17 +138,17 @@ def without_nvrtc() -> str | None:
 
 
 def cuda_resources(source: str, stack: int = 0) -> dict[str, int]:
-    """Compile CUDA C++ for Hopper and give ``resources`` of its one kernel.
+    """Compile CUDA C++ for Hopper and return the ``resources`` of its one kernel.
 
     ``shared`` is what the kernel declares, without the part that the system keeps.
 
     Args:
-        source: of the kernel.
-        stack: bytes of local memory that it takes.
+        source: code of the kernel.
+        stack: bytes of local memory that the kernel must take.
 
     Raises:
-        AssertionError: if the compiler says anything, be it only that it serialises wgmma (its
-            messages C7508 to C7518), or the kernel takes more or less local memory.
+        AssertionError: if the compiler prints anything, such as that it serialises wgmma (messages
+            C7508 to C7518), or the kernel takes more or less local memory than ``stack``.
         RuntimeError: if the source does not compile, with the compiler's log.
     """
     from fp8kit.runtime import nvrtc

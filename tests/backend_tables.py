@@ -1,4 +1,4 @@
-"""Backends that a test wrote, in the place of those that dispatch chooses among."""
+"""Replace the tables of backends, among which dispatch chooses, by a test's own backends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from fp8kit.dispatch.backends import BackendTable, choose
 
-# who reads which table
+# where each table was imported, by kind
 HOMES = {
     "matmul": ("fp8kit.ops.bodies.MATMUL_BACKENDS", "fp8kit.perf.operands.MATMUL_BACKENDS"),
     "quantizers": ("fp8kit.ops.bodies.QUANTIZER_BACKENDS",),
@@ -22,7 +22,7 @@ HOMES = {
     "slower_layers": ("fp8kit.conversion.slower_layers.MATMUL_BACKENDS",),
     "warmup": ("fp8kit.perf.row_counts.MATMUL_BACKENDS",),
 }
-_NUMBERS = itertools.count()  # choices are kept by table: no two tests may have equal ones
+_NUMBERS = itertools.count()  # choices are cached by table: two tests' tables must not be equal
 
 
 def table_of(monkeypatch: pytest.MonkeyPatch, backends: Mapping[str, object]) -> BackendTable:
@@ -37,8 +37,8 @@ def table_of(monkeypatch: pytest.MonkeyPatch, backends: Mapping[str, object]) ->
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **kinds: Mapping[str, object]) -> None:
-    """Let the package choose among these backends alone, for each kind in ``HOMES``."""
-    # recordings of other backends hold for other counts
+    """Make the package choose among these backends alone; ``kinds`` are keys of ``HOMES``."""
+    # recordings of other backends belong to other generations, and so are not replayed
     places: dict[str, object] = {"fp8kit.runtime.replay_cache.generation": next(_NUMBERS) * 10**6}
     for kind, backends in kinds.items():
         places |= dict.fromkeys(HOMES[kind], table_of(monkeypatch, backends))

@@ -1,4 +1,4 @@
-"""Which cases of slow tests `make test` runs."""
+"""Choose the cases of slow tests that `make test` runs (``--cases`` of ``conftest.py``)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import pytest
 def beyond_the_first(
     items: Iterable[pytest.Item], most: int, slowest: Collection[str] = ()
 ) -> list[pytest.Item]:
-    """Return all but so many cases of each slow test, in an order that new cases do not change.
+    """Return the cases of slow tests to leave out: all but the first ``most`` of each.
 
-    Those that are marked as slow by themselves come last.
+    The order is that of hashes of the names, so that new cases do not change it; a case with a mark
+    ``slow`` of its own comes last.
 
     Args:
-        items: all tests.
-        most: how many cases of a slow test run.
+        items: all collected tests.
+        most: number of cases of a slow test that run.
         slowest: names of slow tests of which no case runs.
     """
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Small checkpoints for the tests: the nano model, tiny modules, and ways to break files."""
+"""Small checkpoints for tests: the nano model, a tiny ``Ragged`` module, and edits of files."""
 
 from __future__ import annotations
 

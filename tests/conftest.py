@@ -29,9 +29,9 @@ from fp8kit.runtime import launch_recording, settings
 
 HAS_FP8_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
-# cuBLAS wants a fixed workspace before it keeps torch's promise of deterministic algorithms
+# cuBLAS keeps torch's promise of deterministic algorithms only with a fixed workspace
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-# torch's compiler would compile headers for the sake of few kernels
+# precompiled C++ headers do not pay off for the few kernels that the tests compile
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
@@ -42,13 +42,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("fp8kit")
 
 
-# tests of which `make test` runs some cases and `make quick` none, as `make slow` timed them
+# `make test` runs some cases of these tests and `make quick` none; `make slow` writes both lists
 SLOW = Path(__file__).with_name("slow.txt")
 SLOW_SECONDS = 0.12
-# tests of which `make test` runs no case either: their quickest case takes too long
+# `make test` runs no case of these either: even their quickest one takes too long
 SLOWEST = SLOW.with_name("slowest.txt")
 SLOWEST_SECONDS = 8.0
-# fixtures that take long; whichever test of a file comes first pays for all
+# fixtures that take long; the first test of a file that uses one pays for all
 SLOW_FIXTURES = {"compiled"}
 
 
@@ -63,9 +63,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Let Python's collector pass over what is imported, once, and in every test that calls it.
+    """Exclude imported objects from garbage collections, now and during the tests.
 
-    Else it looks again and again at a million objects of the libraries that are there to stay.
+    Otherwise each one scans a million objects of libraries that stay alive anyway.
     """
     gc.disable()
     try:
@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             pays[item.path, fixture].add(name)
         if fixtures or name in slow:
             item.add_marker(pytest.mark.slow)
-    # where one is left out, the next would pay
+    # if the first test with a slow fixture is left out, the next one pays for it
     slowest |= {name for names in pays.values() if names & slowest for name in names}
     most = config.getoption("cases")
     if most is not None:
@@ -140,15 +140,15 @@ def _seeded() -> None:
     random.seed(0)
     if torch.cuda.is_available():
         torch.manual_seed(0)
-    else:  # without devices it would keep a traceback for each, to seed them later
+    else:  # without GPUs torch.manual_seed keeps a traceback per call, to seed them later
         torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill every uninitialized tensor with NaN or the largest integer: forgotten writes show."""
+    """Fill uninitialized tensors with NaN or the largest integer, so that missing writes show."""
     assert torch.utils.deterministic.fill_uninitialized_memory
-    allocators = launch_recording._EMPTY  # what recordings allocate with is never filled
+    allocators = launch_recording._EMPTY  # torch does not fill what these allocate for recordings
     for device in list(allocators):
         monkeypatch.setitem(allocators, device, functools.partial(_empty_strided, device))
     if torch.get_deterministic_debug_mode() != 1:  # to set it takes a millisecond, so it stays on
@@ -169,7 +169,7 @@ def fuses_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Keep tuned times and images in a folder of this test; forget what others read."""
+    """Keep tuned times and compiled kernels in a folder of this test; forget tables read before."""
     monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
     backends.forget_tables()
     yield tmp_path
@@ -178,7 +178,7 @@ def cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
 
 @pytest.fixture
 def faked_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that lets ``torch.cuda`` tell of GPUs that are not here."""
+    """Return a function that makes ``torch.cuda`` report GPUs that are not here."""
 
     def fake(count: int = 1, **others: object) -> None:
         told: Mapping[str, object] = {
@@ -196,25 +196,25 @@ def faked_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def outdate(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], None]:
-    """Return a function that lets a library be of a release that is too old."""
+    """Return a function that makes a library report a release that is too old."""
     return lambda library: monkeypatch.setattr(library, "__version__", "0.1.0")
 
 
 @pytest.fixture
 def unpoisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch launch nothing that fills new memory."""
+    """Stop torch from filling new memory, and so from launching kernels for it."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
 
 
 @pytest.fixture
 def set_torch_product(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that sets what stands for torch's FP8 product, which wants a GPU."""
+    """Return a function that replaces torch's FP8 product, which needs a GPU."""
     return lambda product: monkeypatch.setattr(torch.nn.functional, "scaled_mm", product)
 
 
 @pytest.fixture
 def triton_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let kernels of Triton pass for compiled, which are not run."""
+    """Make Triton kernels look compiled instead of interpreted; the test must not run them."""
     monkeypatch.setattr("fp8kit.quantizers.triton_encode.INTERPRETED.value", False)
 
 
@@ -236,5 +236,5 @@ def run_script(
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    """A disk on which calls of the system fail as the test wants."""
+    """Return a disk whose system calls fail as the test asks."""
     return Disk(monkeypatch)

@@ -1,4 +1,4 @@
-"""A disk that is full, that may not be written or that fails, at the calls of the system."""
+"""A disk that is full, read-only or failing: system calls replaced for one test."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ ON_HANDLES = {"fsync", "flock"}
 
 
 class Disk:
-    """What the ``disk`` fixture gives; everything is as before when the test ends.
+    """The value of the ``disk`` fixture; all faults end with the test.
 
     Args:
-        monkeypatch: what takes the faults back.
+        monkeypatch: undoes the faults.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,12 +43,13 @@ class Disk:
         code: int = errno.EIO,
         when: Callable[..., bool] = lambda *_: True,
     ) -> None:
-        """Let a call fail with this number of the system.
+        """Make a call raise ``OSError``.
 
         Args:
             call: one of ``CALLS``.
-            code: of ``errno``.
-            when: given the call's paths, whether it fails; the file behind a handle.
+            code: error number from ``errno``.
+            when: returns whether the call fails, from its arguments; a file descriptor is passed
+                as the path of its file.
         """
         whole = self._whole[call]
 
@@ -64,7 +65,7 @@ class Disk:
         self._put(call, faulty)
 
     def notes(self, call: str, seen: Callable[..., object]) -> None:
-        """Tell a function of each call's paths, as ``refuses`` does, and let it pass."""
+        """Pass the paths of each call to a function, as ``refuses`` does, and run the call."""
 
         def note(*paths: Any) -> bool:
             seen(*paths)
@@ -73,11 +74,11 @@ class Disk:
         self.refuses(call, when=note)
 
     def has_free(self, size: int, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Tell of so many free bytes.
+        """Make ``disk_usage`` report this number of free bytes.
 
         Args:
-            size: in bytes.
-            meanwhile: what another process does to the disk as soon as it was asked.
+            size: free bytes.
+            meanwhile: called at each query: what another process does to the disk at that moment.
         """
 
         def usage(_: object) -> SimpleNamespace:
@@ -87,7 +88,7 @@ class Disk:
         self._put("disk_usage", usage)
 
     def mend(self) -> None:
-        """Take every fault back."""
+        """Undo all faults."""
         for call, whole in self._whole.items():
             self._put(call, whole)
 

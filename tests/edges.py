@@ -1,8 +1,8 @@
-"""Sizes at which a kernel is cut another way, found from the choices themselves, and a step beside.
+"""Edge sizes: sizes at which a kernel's tiling changes, computed from the choice itself.
 
-A tile that only a few columns reach is where compilers and masks go wrong: constants spread from
-masked lanes, and which lanes are masked changes with every column. So each edge comes with the
-seven sizes before and after it, odd ones and even ones.
+Compilers and masks fail in tiles of which only a few columns are in use: constants spread from
+masked lanes, and every further column changes which lanes are masked. So each edge comes with the
+seven sizes before and after it, odd and even ones.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fp8kit.formats import FP8_FORMATS
 
 REACH = 7
 E8M0_NAN = 0xFF
-EVERYTHING = "FP8KIT_SWEEP"  # set to "all" in the environment, no size is left out
+SWEEP_VARIABLE = "FP8KIT_SWEEP"  # environment variable; with "all" no size is left out
 
 T = TypeVar("T")
 
 
 def changes(choice: Callable[[int], object], most: int, step: int = 1) -> list[int]:
-    """Return every size up to ``most`` whose choice is another one than that of the size before."""
+    """Return every size up to ``most`` whose choice differs from that of the size before it."""
     sizes = range(step, most + 1, step)
     chosen = [choice(size) for size in sizes]
     return [n for n, a, b in zip(sizes[1:], chosen, chosen[1:], strict=False) if a != b]
@@ -38,14 +38,14 @@ def around(edges: Iterable[int], most: int, step: int = 1) -> list[int]:
 
 
 def sampled(sizes: Sequence[T], count: int, seed: object) -> list[T]:
-    """Return ``count`` of the sizes in their order, or all of them if asked for.
+    """Return ``count`` random sizes in their given order; all under ``FP8KIT_SWEEP=all``.
 
     Args:
-        sizes: anything, also what has no order of its own.
-        count: how many.
-        seed: decides which.
+        sizes: values of any kind; they are not compared.
+        count: number of sizes to return.
+        seed: the same seed returns the same sizes.
     """
-    if os.environ.get(EVERYTHING) == "all" or count >= len(sizes):
+    if os.environ.get(SWEEP_VARIABLE) == "all" or count >= len(sizes):
         return list(sizes)
     chosen = random.Random(str(seed)).sample(range(len(sizes)), count)
     return [sizes[i] for i in sorted(chosen)]
@@ -57,7 +57,7 @@ def dealt(sizes: Sequence[T], hands: int) -> list[list[T]]:
 
 
 def between_nan(values: Tensor) -> Tensor:
-    """Move a tensor, strides and all, into memory that is NaN before it, behind it and in gaps.
+    """Copy a tensor, with its strides, into memory with NaN before it, behind it and in its gaps.
 
     Args:
         values: codes, E8M0 scales as bytes, or floats.
@@ -66,7 +66,7 @@ def between_nan(values: Tensor) -> Tensor:
     kind = values.dtype if codes is None else torch.uint8
     nan = codes.nan_code if codes else E8M0_NAN if kind == torch.uint8 else torch.nan
     extent = 1 + sum((n - 1) * s for n, s in zip(values.shape, values.stride(), strict=True))
-    # rows that a tile might reach, and a multiple of every alignment
+    # farther than a tile might reach beyond the tensor, and a multiple of every alignment
     beside = 4096 + 16 * 256 * -(-values.shape[-1] // 256)
     room = torch.full((extent + 2 * beside,), nan, dtype=kind, device=values.device)
     inside = room[beside:].as_strided(values.shape, values.stride())

@@ -30,13 +30,13 @@ def decoded(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 class OnGpu(Tensor):
-    """A tensor in memory of the CPU that says it is on a GPU, where the FP8 weight multiplies."""
+    """A tensor in CPU memory whose ``is_cuda`` is true, so that the path with FP8 weights runs."""
 
     is_cuda = True  # type: ignore[assignment]
 
 
 def on_gpu(x: Tensor) -> Tensor:
-    """Let a tensor say that it is on a GPU."""
+    """Return a tensor that claims to be on a GPU."""
     return x.as_subclass(OnGpu)
 
 

@@ -1,4 +1,4 @@
-"""The Python functions of the package that lie between a call and its launches."""
+"""The package's Python functions on the stack between a call and its launches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def above_launches(
 
     Args:
         call: runs once.
-        launches: whether a frame is that of a launch, which counts, too.
-        most: launches that are looked at; the interpreter of Triton is slow while somebody does.
+        launches: returns whether a frame is that of a launch; that frame is in the result, too.
+        most: number of launches to look at; Triton's interpreter is slow under a profiler.
     """
     found: list[list[str]] = []
 
@@ -44,7 +44,7 @@ def above_launches(
 
 
 def launch_from(folder: str) -> Callable[[FrameType], bool]:
-    """Return whether a frame is that of ``launch``, called by a folder of the package."""
+    """Return a test of frames: is it a ``launch`` that code in this folder of the package calls?"""
 
     def launches(frame: FrameType) -> bool:
         caller = frame.f_back

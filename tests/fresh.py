@@ -1,6 +1,6 @@
-"""Programs in a fresh interpreter that has imported torch and nothing else.
+"""Run programs in a fresh interpreter that has imported torch and nothing else.
 
-They are forks of one process that waits for them, since importing torch takes seconds.
+Importing torch takes seconds, so each program is a fork of one process that has imported it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 
-# Each request comes as files: its words, standard output and error, and where to say how it ends.
+# A request is four files: the code with its arguments, stdout, stderr, and a pipe for the status.
 SERVER = """
 import json, os, signal, socket, sys, traceback
 import torch
@@ -90,15 +90,15 @@ def _server() -> socket.socket:
 
 
 class Program:
-    """A program that was started.
+    """A running program.
 
     Args:
-        code: what it runs; the package of this checkout is found, and what PYTHONPATH names.
+        code: Python code; it can import the package of this checkout, and from PYTHONPATH.
         arguments: its ``sys.argv[1:]``.
         first: a folder in which it looks for modules before all others.
-        variables: of its environment, beside those of this process.
-        out: its standard output.
-        err: its standard error.
+        variables: environment variables, on top of those of this process.
+        out: file descriptor of its standard output.
+        err: file descriptor of its standard error.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Program:
         os.close(tell)
 
     def wait(self) -> tuple[int, int]:
-        """Wait until it stops or ends, and give its number and its status."""
+        """Wait until it stops or ends, and return its process id and its wait status."""
         told = self._told.readline()
         assert told, "the process that forks programs is gone"
         number, status = told.split()
@@ -134,12 +134,12 @@ class Program:
 def run(
     code: str, *arguments: object, check: bool = True, out: int | None = None, **others: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, and fail with what it says if it fails.
+    """Run a program to its end, and return its exit code and output.
 
     Args:
-        code: as of ``Program``, and so are the ``arguments`` and the ``others``.
-        check: whether it has to succeed.
-        out: standard output that is not to be read.
+        code: as in ``Program``, and so are ``arguments`` and ``others``.
+        check: fail with the program's standard error if its exit code is not 0.
+        out: file descriptor of its standard output, which is then not in the result.
     """
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complaints:
         files = {"out": said.fileno() if out is None else out, "err": complaints.fileno()}

@@ -1,10 +1,10 @@
-"""Mutate checkpoint files and watch what reading them does; a script, so that it can be limited.
+"""Mutate checkpoint files and check how reading them ends; a script, so that memory is limited.
 
     python tests/fuzzing.py CASES [FIRST]
 
-Every case is made from its number alone: ``replay(number)`` makes it again. A case passes if it is
-read, or refused by a ``CheckpointError`` that names the file and the field; within a time and a
-memory limit; opening nothing outside its directory and changing nothing in it.
+Each case depends only on its number, so ``replay(number, folder)`` repeats it. A case passes if the
+checkpoint is read, or refused with a ``CheckpointError`` that names the file and the field, within
+a time and a memory limit, and nothing outside its directory is opened or inside it is changed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.errors import CheckpointError
 from golden.layout import compressed
 
-SECONDS = 5.0  # of processor time; what waits without end meets the time limit of the test
-FITTING = 6
+SECONDS = 5.0  # of processor time; the test has its own limit for a read that waits without end
+FITTING = 6  # the first of ``samples``, whose layers are those of ``Net``
 EXTRA_MEMORY = 2**30  # address space on top of what the process has before the first case
 LONGEST_MESSAGE = 20_000
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -84,7 +84,7 @@ SHARDS = (
 
 
 class Net(nn.Module):
-    """What the checkpoints were made from."""
+    """The model of the samples, except the golden ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,20 +93,20 @@ class Net(nn.Module):
         self.head = nn.Linear(12, 6, bias=False)
 
 
-# what an earlier mutation has left need not have the structure that a later one changes
+# an earlier mutation may have destroyed the structure that a later one changes
 NOT_A_TREE = (ValueError, RecursionError, KeyError, TypeError, IndexError, AttributeError)
 Files = dict[str, bytes]
 
 
 @dataclass(slots=True)
 class Case:
-    """What is written to disk.
+    """A mutated checkpoint, before it is written to disk.
 
     Args:
         files: content by name.
-        specials: file names to what takes their place: a directory, a pipe, a link.
-        touched: words of which one is due in a refusal; none if any mention of a file will do.
-        layers: the tensors that were there at first, without the last part of their names.
+        specials: by file name, what is made in its place: a directory, a pipe, a link.
+        touched: words of which a refusal must name one; empty if it must only name some file.
+        layers: names of the layers before the mutation: tensor names without their last part.
     """
 
     files: Files
@@ -135,12 +135,12 @@ def samples() -> list[Files]:
 
 
 def golden() -> list[Path]:
-    """List the folders of the published layouts."""
+    """List the folders of the golden checkpoints."""
     return sorted(f.parent for f in GOLDEN.glob("*/*.safetensors"))
 
 
 def sample(shards: int, group: fp8kit.GroupShape | None, scale: str, config: Any) -> Files:
-    """Make one checkpoint, in so many files, whose scales have this name."""
+    """Make a checkpoint of ``Net``: number of files, granularity, and the name of its scales."""
     state: dict[str, torch.Tensor] = {}
     for name, tensor in Net().bfloat16().state_dict().items():
         if group is not None and name in ("up.weight", "down.weight"):
@@ -171,9 +171,9 @@ def dumped(tree: Any) -> bytes:
 
 
 def make(number: int, bases: list[Files]) -> Case:
-    """Make the case of a number."""
+    """Make the case of a number from one of the sound checkpoints."""
     r = random.Random(number)
-    # half of the cases start from the first few, which a model exists for
+    # half of the cases start from a checkpoint that ``fill`` loads into a model
     files = r.choice(bases[: len(bases) if r.random() < 0.5 else FITTING])
     case = Case(dict(files), layers=layers(files))
     count = r.choice((1, 1, 1, 1, 2, 3))
@@ -185,7 +185,7 @@ def make(number: int, bases: list[Files]) -> Case:
 
 
 def layers(files: Files) -> tuple[str, ...]:
-    """Name the layers that sound safetensors files hold."""
+    """Return the names of the layers in sound safetensors files."""
     found: set[str] = set()
     for name, data in files.items():
         if name.endswith(".safetensors"):
@@ -278,7 +278,7 @@ def deep(r: random.Random, case: Case) -> None:
 
 
 def wide(r: random.Random, case: Case) -> None:
-    """Put in many small values, which cost a parser far more than their bytes."""
+    """Insert many small values, which cost a parser far more than their bytes."""
     name = json_file(r, case)
     filler = r.choice((b"[],", b"{},", b"0,", b'"",')) * r.choice((10, 1000, 20_000))
     case.files[name] = b'{"a": [' + filler + b"0]," + case.files[name].lstrip()[1:]
@@ -290,7 +290,7 @@ def special(r: random.Random, case: Case) -> None:
 
 
 def places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Return the path of everything in a tree but its root."""
+    """Yield the path of every value in a tree except its root."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for key, value in items:
         yield (*path, key)
@@ -299,7 +299,7 @@ def places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def change(r: random.Random, tree: Any) -> list[str]:
-    """Change one place of a tree; give the words of which one is due in a refusal."""
+    """Change one place of a tree; return the words of which a refusal must name one."""
     path = r.choice(list(places(tree)) or [()])
     if not path:
         return []
@@ -330,7 +330,7 @@ def change(r: random.Random, tree: Any) -> list[str]:
 
 
 def twice(r: random.Random, case: Case) -> None:
-    """Name a key twice, or use another encoding, which JSON libraries differ about."""
+    """Repeat a key, and perhaps change the encoding: JSON libraries treat both differently."""
     name = json_file(r, case)
     with contextlib.suppress(*NOT_A_TREE):
         tree = json.loads(case.files[name])
@@ -364,7 +364,7 @@ def write(case: Case, path: Path) -> None:
 
 
 class Watch:
-    """Remember which files are opened while it is on."""
+    """Collect the paths that are opened, listed, removed or renamed while it is ``on``."""
 
     def __init__(self) -> None:
         self.on = False
@@ -377,13 +377,13 @@ class Watch:
                 self.opened.append(os.fsdecode(args[0]))
 
     def outside(self, path: Path) -> list[str]:
-        """Name what was opened elsewhere; what the interpreter loads for itself does not count."""
+        """Return the collected paths outside ``path``, except the interpreter's own files."""
         own = (str(path), sys.prefix, sys.base_prefix, str(Path(fp8kit.__file__).parent), "/proc")
         return [p for p in self.opened if not os.path.abspath(p).startswith(own)]
 
 
 def judge(case: Case, path: Path, watch: Watch, limit: float = SECONDS) -> tuple[str, list[str]]:
-    """Read a case in every way, and say how it ended and what is wrong with that."""
+    """Read a case in three ways; return how reading ended, and a list of what went wrong."""
     wrong: list[str] = []
     ended = "read"
     before = snapshot(path)
@@ -416,7 +416,7 @@ def read_all(path: Path) -> None:
 def fill(path: Path) -> None:
     checkpoint = open_checkpoint(path)
     if not checkpoint.tensors.keys() & {"up.weight", "down.weight"}:
-        return  # nothing that a model is here for
+        return  # not a checkpoint of ``Net``
     with torch.device("meta"):
         model = Net().bfloat16()
     with warnings.catch_warnings():
@@ -433,7 +433,7 @@ def describe(path: Path) -> None:
 
 
 def complaints(message: str, case: Case, path: Path) -> list[str]:
-    """Return what a refusal lacks."""
+    """Return what is wrong with the message of a refusal."""
     wrong = []
     if not any(name in message for name in case.files) and str(path) not in message:
         wrong.append(f"names no file: {message[:500]}")
@@ -447,7 +447,7 @@ def complaints(message: str, case: Case, path: Path) -> list[str]:
 
 
 def due(case: Case) -> list[str]:
-    """List the words of which a refusal names one: what was changed, or the tensors it concerns."""
+    """List the words of which a refusal must name one: what was changed, or an original layer."""
     changed = [ascii(word)[1:-1][:50] for word in case.touched if word]
     return [*changed, "quant_method", *(f"{layer}." for layer in case.layers)]
 
@@ -472,7 +472,7 @@ def main(cases: int, first: int = 0) -> int:
     outside = (base / OUTSIDE).stat()
     judge(
         Case(dict(bases[0])), empty(base), watch
-    )  # what is loaded once is loaded before the limit
+    )  # imports whatever reading needs before the limit is set
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + EXTRA_MEMORY, resource.RLIM_INFINITY))

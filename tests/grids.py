@@ -1,7 +1,8 @@
 """Grids of parameters: whole where kernels are compiled, thinned where they are interpreted.
 
-Triton's interpreter takes a thousand times as long as a GPU. What one value of an axis breaks, a
-thinned grid still shows, for every value of every axis stays; ``pairwise`` keeps every pair, too.
+Triton's interpreter takes a thousand times as long as a GPU. A thinned grid keeps every value of
+every axis, so it still finds a fault of a single value; ``pairwise`` keeps every pair of values of
+two axes as well.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ COMPILED = torch.cuda.is_available()
 
 
 def pairwise(*axes: Iterable[Any], whole: bool = COMPILED) -> list[tuple[Any, ...]]:
-    """Return combinations in which any two values of two axes meet, chosen greedily."""
+    """Return combinations in which every pair of values of two axes occurs, chosen greedily."""
     values = [list(axis) for axis in axes]
     if whole:
         return list(itertools.product(*values))
@@ -31,7 +32,7 @@ def _covering(lengths: Sequence[int]) -> list[tuple[int, ...]]:
     )
     rows: list[tuple[int, ...]] = []
     while missing:
-        row = dict(next(iter(missing)))  # a pair that no row has, and what meets most of them yet
+        row = dict(next(iter(missing)))  # a missing pair, and values that cover most other ones
         for axis in range(len(lengths)):
             if axis not in row:
                 met = {i: _met(row, axis, i) & missing.keys() for _, i in places[axis]}
@@ -49,10 +50,10 @@ def _met(row: dict[int, int], axis: int, i: int) -> set[tuple[tuple[int, int], .
 
 
 def diagonal(*axes: Iterable[Any], turns: int = 1, whole: bool = COMPILED) -> list[tuple[Any, ...]]:
-    """Return combinations in which every value of every axis occurs, as few as that takes.
+    """Return as few combinations as possible in which every value of every axis occurs.
 
-    Axes repeat until the longest has ended ``turns`` times; each starts a step later in each round,
-    so that it meets other values of its neighbours.
+    Shorter axes repeat until the longest has been used ``turns`` times. At each repetition an axis
+    starts one value later, so that its values meet other values of the other axes.
     """
     values: list[Sequence[Any]] = [list(axis) for axis in axes]
     if whole:

@@ -1,4 +1,4 @@
-"""The tile configurations of the grouped GEMMs that are chosen."""
+"""Every tile configuration that is chosen for the grouped GEMMs of experts on Hopper."""
 
 from __future__ import annotations
 

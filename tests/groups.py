@@ -1,4 +1,4 @@
-"""Groups of layers that nothing else holds, as a model would."""
+"""Sibling groups (``SharedInput``) without a model that would hold their layers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fp8kit.runtime.replay_cache import ReplayCache
 
 
 class Group(SharedInput):
-    """A group that keeps its layers, which must stay for as long as a test has the group."""
+    """A group that holds its layers; ``SharedInput`` refers to them only weakly."""
 
     def __init__(self, layers: Sequence[fp8kit.Fp8Linear]) -> None:
         super().__init__(layers, unchanging=True)
         self.layers = layers
 
 
-def produced(group: SharedInput, stand_in: Tensor, x: Tensor) -> None:
-    """Let a group take ``x [..., K]`` quantized, as behind a norm, for calls with ``stand_in``."""
+def hand_over_codes(group: SharedInput, stand_in: Tensor, x: Tensor) -> None:
+    """Give a group the codes of ``x [..., K]``, as a norm does, for calls with ``stand_in``."""
     scheme = group.members[0].scheme
     kind = scheme.activation
     assert kind is not None

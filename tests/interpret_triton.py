@@ -1,4 +1,4 @@
-"""Let Triton interpret kernels where there is no GPU: imported before anything imports Triton."""
+"""Make Triton interpret kernels without a GPU; to be imported before anything imports Triton."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Kill a conversion and let it resume, many times; run as a script, in a process of its own.
+"""Kill a streaming conversion and resume it, many times; a script.
 
 python tests/interruptions.py FOLDER KILLS: each trial starts the conversion in a child process,
-kills it (SIGKILL) at a random moment, or right before one of the calls that change what is on the
-disk, and runs it again to its end. The result has to be that of a run which nothing interrupted,
-the source has to be untouched, and nothing may be left behind. Prints what it did as JSON.
+kills it (SIGKILL) at a random moment, or right before one of the calls that change files, and runs
+it again to its end. The result must be that of an uninterrupted run, the source must be unchanged,
+and nothing else may be left in the folder. Prints the counts of trials and kills as JSON.
 
 Children are forks of one process that has imported everything and computed nothing.
 """
@@ -39,7 +39,7 @@ def convert(source: Path, destination: Path, overwrite: bool) -> None:
 
 
 def forked(action: Callable[[], None]) -> int:
-    """Run an action in a child process and give its number."""
+    """Run an action in a child process and return its process id."""
     child = os.fork()
     if child:
         return child
@@ -54,7 +54,7 @@ def forked(action: Callable[[], None]) -> int:
 
 
 def killed_at(step: int, action: Callable[[], None]) -> None:
-    """Run an action in this process, which dies before the step-th change of the disk."""
+    """Run an action in this process, and kill the process before the step-th change of files."""
     left = [step]
 
     def counting(call: Callable[..., object]) -> Callable[..., object]:
@@ -85,7 +85,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def finished(child: int) -> bool:
-    """Wait for a child; say whether it came to its end, and fail if it failed."""
+    """Wait for a child; return whether it ended by itself, not killed, and fail if it failed."""
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         assert os.WTERMSIG(status) == signal.SIGKILL
@@ -95,7 +95,7 @@ def finished(child: int) -> bool:
 
 
 def trial(folder: Path, source: Path, wanted: dict[str, str], overwrite: bool, kill: float) -> bool:
-    """Kill one run, after ``kill`` seconds or before step ``-kill``; say whether it was killed."""
+    """Kill one run, after ``kill`` seconds or before step ``-kill``; return whether it was."""
     destination = folder / "destination"
     if overwrite:
         destination.mkdir()
@@ -114,7 +114,7 @@ def trial(folder: Path, source: Path, wanted: dict[str, str], overwrite: bool, k
     old = {n: hashlib.sha256(d).hexdigest() for n, d in OLD.items()} if overwrite else {}
     assert found in (wanted, old), "the destination is neither the old nor the new checkpoint"
     if found == wanted and not any((folder / ".destination.partial").glob("*")):
-        overwrite = True  # it was complete, and is refused otherwise
+        overwrite = True  # the run was complete; a second one would refuse the destination
     if not ended:
         assert finished(forked(lambda: convert(source, destination, overwrite)))
     assert contents(destination) == wanted, "the result differs"
@@ -144,7 +144,7 @@ def main() -> None:
         counts["steps" if by_step else "random"] += died
         if by_step and died:
             step += max(1, 60 // kills)
-        elif by_step:  # past the last step: the same again with a destination to replace
+        elif by_step:  # past the last step: start over with a destination to replace, or without
             step, overwrite = 1, not overwrite
         assert contents(source) == before, "the source changed"
     print(json.dumps({**counts, "seconds_of_a_run": duration, "files": len(wanted)}))

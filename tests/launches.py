@@ -1,4 +1,4 @@
-"""The Hopper GEMM with everything below its launch faked: what is left tells what starts early."""
+"""The Hopper GEMM without a GPU: a faked launch or driver shows which launches prefetch weights."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def fake(
     record: Device = H200,
     kernel: Callable[..., object] | None = None,
 ) -> list[bool]:
-    """Return a list that grows with each launch: whether it may read the weight early.
+    """Return a list to which each launch adds whether it may prefetch the weight.
 
     Args:
-        monkeypatch: what takes the fakes back.
+        monkeypatch: undoes the fakes.
         record: the device that is faked.
-        kernel: given configuration, variant and device, returns what has a ``launch``.
+        kernel: from configuration, variant and device, returns an object with a ``launch``.
     """
     early: list[bool] = []
     plain = SimpleNamespace(launch=lambda *_, overlap: early.append(overlap))
@@ -42,16 +42,16 @@ def fake(
 
 
 def fake_maps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each tile map be what it is made from: an address, and a shape."""
+    """Make each tile map the tuple of its arguments, such as an address and a shape."""
     makers = ("byte_tile_map", "float_row_map")
     _put(monkeypatch, {(gemm.cuda_launch, name): lambda *shape: shape for name in makers})
 
 
 def on_driver(monkeypatch: pytest.MonkeyPatch, driver: object, stream: int = 0) -> None:
-    """Let launches reach a driver that a test wrote, on GPU 1.
+    """Make launches call a test's own driver, with GPU 1 as the current device.
 
     Args:
-        monkeypatch: what takes the fakes back.
+        monkeypatch: undoes the fakes.
         driver: has the functions of ``cuda.bindings.driver``.
         stream: handle of torch's current stream.
     """
@@ -65,17 +65,17 @@ def on_driver(monkeypatch: pytest.MonkeyPatch, driver: object, stream: int = 0) 
 
 def _put(monkeypatch: pytest.MonkeyPatch, fakes: Mapping[tuple[Any, str], object]) -> None:
     for (home, name), value in fakes.items():
-        monkeypatch.setattr(home, name, value, raising=False)  # torch for CPUs lacks some
+        monkeypatch.setattr(home, name, value, raising=False)  # a CPU build of torch lacks some
 
 
 def fake_layers(
     monkeypatch: pytest.MonkeyPatch, run: Callable[..., torch.Tensor] = gemm.run
 ) -> list[bool]:
-    """Let every matmul of the package be the Hopper GEMM; otherwise as ``fake``.
+    """Make dispatch choose the Hopper GEMM for every matmul; otherwise as ``fake``.
 
     Args:
-        monkeypatch: what takes the fakes back.
-        run: what runs instead of the backend's own function.
+        monkeypatch: undoes the fakes.
+        run: replaces the backend's own ``run``.
     """
     backend = dataclasses.replace(gemm.BACKEND, run=run)
     chosen = {(bodies, "decide"): lambda _, p, *__: Choice(p, "hopper_gemm", backend, ())}

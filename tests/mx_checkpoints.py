@@ -1,4 +1,4 @@
-"""MX checkpoints: of weights that other scales hold well, badly or not at all; packed as FP4."""
+"""MX checkpoints: MXFP8 weights that other scales hold well, badly or not at all; MXFP4 weights."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def trained() -> dict[str, QTensor]:
 
 
 def outlying(kind: str) -> dict[str, QTensor]:
-    """Return weights one of which has columns, or values in every group, of another size."""
+    """Return weights of which ``up`` has columns, or values in every group, far larger."""
     found = trained()
     wild = torch.randn(N, K) * 0.02
     wild[:, : 128 if kind == "columns" else 1] *= 2.0**12
@@ -81,7 +81,7 @@ CT = {
 
 
 def packed(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return packed codes ``[..., K / 2]``, exponents, and the values they mean, value by value."""
+    """Return packed codes ``[..., K / 2]``, exponents ``[..., K / 32]``, and their values."""
     codes = torch.randint(0, 16, shape)
     exponents = torch.randint(110, 124, (*shape[:-1], shape[-1] // 32))
     values = torch.tensor([*E2M1, *(-v for v in E2M1)])[codes]

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-# A kernel may order and group its sums differently from the yardstick, no more: twice its error.
+# A kernel may differ from the yardstick matmul only in the order and grouping of its sums: it may
+# have twice the yardstick's error.
 MATMUL_FACTOR = 2.0
 
 # FP8 tensor cores align 32 products at a time and keep about 14 bits of them. On Hopper, promoting
@@ -20,7 +21,7 @@ MATMUL_FACTOR = 2.0
 PRECISE_DRIFT = 1e-3
 
 # Fast sums stay in the tensor core's accumulator from the first product to the last. On normal data
-# Hopper's loses 5e-3 of a row's norm at K = 28672; a third more allows for other orders. The result
+# Hopper's loses 5e-3 of a row's norm at K = 28672; the rest allows for other orders. The result
 # is rounded once to bf16, by at most 2^-8.
 FAST_ROW_ERROR = 8e-3 + 2**-8
 
@@ -30,26 +31,27 @@ FAST_ROW_ERROR = 8e-3 + 2**-8
 # sqrt(2) * 2.45 % = 3.5 % for two. The margin is a third of the value.
 # A result under the lower bound was not computed in FP8 at all.
 ONE_OPERAND = 2.45e-2
-_TWO = math.sqrt(2) * ONE_OPERAND
+_TWO_OPERANDS = math.sqrt(2) * ONE_OPERAND
 SCHEME_ERROR = {
-    "FP8": (_TWO / 1.5, _TWO * 1.5),
-    "FP8_DYNAMIC": (_TWO / 1.5, _TWO * 1.5),
-    "FP8_TENSOR": (_TWO / 1.5, _TWO * 1.5),
-    "FP8_BLOCK": (_TWO / 1.5, _TWO * 1.5),
-    "MXFP8": (_TWO / 1.5, _TWO * 1.5),
+    "FP8": (_TWO_OPERANDS / 1.5, _TWO_OPERANDS * 1.5),
+    "FP8_DYNAMIC": (_TWO_OPERANDS / 1.5, _TWO_OPERANDS * 1.5),
+    "FP8_TENSOR": (_TWO_OPERANDS / 1.5, _TWO_OPERANDS * 1.5),
+    "FP8_BLOCK": (_TWO_OPERANDS / 1.5, _TWO_OPERANDS * 1.5),
+    "MXFP8": (_TWO_OPERANDS / 1.5, _TWO_OPERANDS * 1.5),
     "FP8_WEIGHT_ONLY": (ONE_OPERAND / 1.5, ONE_OPERAND * 1.5),
 }
 
-# The same of a gated layer of experts: gate and up each carry the error of two operands, and so
-# does their product twice over; rounding that and the down weight adds that of two operands more.
-# MX adds half a percent to each pair, as above.
-_GATED = math.sqrt(3) * _TWO
+# The same of a gated layer of experts. Gate and up each carry the error of two operands; rounding
+# their product and the down weight adds that error once more. Independent errors add in quadrature:
+# sqrt(3) of them. The upper bound allows MX half a percent more.
+_GATED = math.sqrt(3) * _TWO_OPERANDS
 EXPERTS_ERROR = (_GATED / 1.5, (_GATED + 0.5e-2) * 1.5)
 
-# What the tensor core's short sums may do to a layer of experts. A first product is wrong by up to
-# 2^-10. With a probability of at most 2^-6 it lies that close to a tie between two codes, which are
-# 2^-4 of it apart or more; then it moves by a step of up to 2^-3. The root mean square is 2^-6. The
-# second product adds 2^-10 of its own, which is all where the sums of the first one are exact.
+# Relative errors that the tensor core's short accumulator may add to a layer of experts. A result
+# of the first GEMM is wrong by up to 2^-10. Adjacent codes are 2^-4 of it apart or more, so it lies
+# that close to a tie between two codes with a probability of at most 2^-6; then its code moves by a
+# step of up to 2^-3. The root mean square of these steps is 2^-6. The second GEMM adds 2^-10 of its
+# own, which is the whole error where the sums of the first GEMM are exact.
 SHORT_SUM = 2**-10
 SHORT_SUMS = 2**-6 + SHORT_SUM
 
@@ -77,7 +79,7 @@ TRAINING_DIFFERENCE = 1e-2
 
 
 def assert_trains_alike(losses: list[float], expected: list[float]) -> None:
-    """Check that two trainings with the same batches fall, and by the same."""
+    """Check that the losses of two trainings on the same batches fall, with about equal means."""
     found, wanted = (torch.tensor(x, dtype=torch.float64) for x in (losses, expected))
     third = len(losses) // 3
     for run in (found, wanted):
@@ -95,7 +97,7 @@ def assert_same_loss(losses: Tensor, expected: Tensor) -> None:
     assert abs(mean) <= max(LOSS_DIFFERENCE, 3 * error), f"{mean:+.3%}, standard error {error:.3%}"
 
 
-def bf16_free(backend: str) -> bool:
+def sums_in_fp32(backend: str) -> bool:
     """Say whether a backend sums exact products in fp32, so the output dtype is its yardstick."""
     return backend in ("reference", "dequantized")
 
@@ -111,12 +113,12 @@ def matmul_bound(
 ) -> Tensor:
     """Return the largest permitted error of each row of ``x @ w.T + bias``, in the 2-norm.
 
-    Twice the error of a plain ``yardstick`` matmul of the same dequantized operands, plus the
-    rounding of the output. That error is measured, and where the measured rows are so short that
-    luck decides, it is at least its expectation: each of the two operands of a product is rounded
-    with a uniform relative error of at most u, so a product has sqrt(2 / 3) u, and independent
-    errors add in quadrature. A sum in the yardstick and a final conversion are two roundings of the
-    output, each at most u of its dtype.
+    The bound is twice the error of a plain matmul of the same dequantized operands in the dtype
+    ``yardstick``, plus the rounding of the output. The yardstick's error is measured. In short rows
+    it may be small by chance, so at least its expectation is used: each of the two operands of a
+    product is rounded with a uniform relative error of at most u, so a product has sqrt(2 / 3) u,
+    and independent errors add in quadrature. The output is rounded twice, as a sum in the yardstick
+    and in the final conversion, each time by at most u of its dtype.
     """
     exact = exact_product(x, w, bias)
     plain = x.to(yardstick) @ w.to(yardstick).t()
@@ -138,7 +140,7 @@ def assert_matmul(
     Rows are checked one by one: over a whole matrix a single wrong row would drown.
     """
     assert y.shape == (x.shape[0], w.shape[0])
-    yardstick = y.dtype if bf16_free(backend) else torch.bfloat16
+    yardstick = y.dtype if sums_in_fp32(backend) else torch.bfloat16
     error = (y.double() - exact_product(x, w, bias)).norm(dim=1)
     bound = matmul_bound(x, w, bias, y.dtype, yardstick)
     wrong = (~(error <= bound)).nonzero().flatten().tolist()
@@ -193,7 +195,7 @@ def assert_bits_equal(a: Tensor, b: Tensor) -> None:
 def assert_same_tensors(
     found: nn.Module | Mapping[str, Tensor], wanted: nn.Module | Mapping[str, Tensor]
 ) -> None:
-    """Check that two modules or states have the same tensors under the same names, to the bit."""
+    """Check that two modules or state dicts have the same names and bit-equal tensors."""
     ours, theirs = (s.state_dict() if isinstance(s, nn.Module) else s for s in (found, wanted))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
@@ -209,7 +211,8 @@ def assert_logits_of_one_checkpoint(ours: Tensor, other: Tensor, unrounded: Tens
     such flip is as large as the rounding error itself, and its effects grow through the layers. At
     worst the two noises end up independent and equally large, and their difference is sqrt(2) of
     one. A weight scale that is off by a factor, or a layer that is skipped, is far outside. The
-    margin is a third of the value; a noise under its lower bound is no FP8 activation at all.
+    margin is a third of the value; noise below the lower bound means that the other program does
+    not round its activations to FP8.
     """
     noise = relative_error(ours, unrounded)
     theirs = relative_error(other, unrounded)
@@ -224,10 +227,10 @@ def activation_noise(layers: int) -> tuple[float, float]:
     """Bound what rounding activations to FP8 does to the logits of a decoder, as (lower, upper).
 
     A decoder layer rounds its activations four times on the way to its output: before q/k/v, before
-    o, before gate/up and before down. Each adds a relative error of one operand to its branch. At
-    most, branches are all there is of the residual stream and the errors, independent, add up as a
-    root of squares; a margin of a half is for the nonlinearities between them. Under a third of one
-    rounding nothing was rounded: the same bound as everywhere for an end-to-end result.
+    o, before gate/up and before down. Each adds a relative error of one operand to its branch. In
+    the worst case the residual stream consists of branches alone; independent errors add in
+    quadrature, and half as much again allows for the nonlinearities between them. An error under a
+    third of one rounding means that nothing was rounded; every end-to-end result has a lower bound.
     """
     return ONE_OPERAND / 3, ONE_OPERAND * math.sqrt(4 * layers) * 1.5
 
@@ -243,9 +246,8 @@ def assert_cache_cost(losses: Tensor, dense: Tensor) -> None:
 
 
 # Experts in bf16 against exact sums of the same codes. The result is rounded once, by 2^-9 at most.
-# Sums in another order move a number of the intermediate activation across the border of two codes
-# now and then: one in a thousand, by an eighth of itself, is a relative error of 2^-3 / 1000^0.5,
-# about 2^-8.
+# Sums in another order sometimes move an intermediate value to the neighbouring code: one value in
+# a thousand, by an eighth of itself, is a relative error of 2^-3 / 1000^0.5, about 2^-8.
 EXPERTS_DIFFERENCE = 2**-9 + 2**-8
 
 

@@ -1,9 +1,9 @@
-"""Load a model in a process of its own and print what it took: run by the tests.
+"""Load a model in a process of its own and print the memory that it took; run by the tests.
 
-The growth of the resident set is counted from just before the load, after a small one has warmed
-up whatever is made once; the kernel's high-water mark sees what lived between two looks. Pages of
-files that Transformers maps are in that mark and can be dropped at any time: where it reads the
-files itself, memory of the process alone is watched, every millisecond.
+The growth of the resident set counts from just before the load, after the load of a small model
+has made whatever is made once. The peak is the kernel's high-water mark, which misses nothing. That
+mark includes pages of mapped files, which can be dropped at any time: where Transformers reads the
+files itself, by mapping them, anonymous memory (RssAnon) is sampled every millisecond instead.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def on_meta(path: Path, joined: bool) -> nn.Module:
 
 
 def naive(path: Path) -> nn.Module:
-    """What the bound must catch: the whole model in high precision first."""
+    """Build the whole model in high precision first, which the test's bound must catch."""
     model = on_meta(path, False).to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.fill_(0.5)
@@ -76,7 +76,7 @@ WAYS = {
 
 
 class Watched:
-    """The most memory of its own that the process has while the block runs, in bytes."""
+    """Measure the most anonymous memory that the process has while the block runs, in bytes."""
 
     def __enter__(self) -> Watched:
         self.peak, self.over = resident("RssAnon"), threading.Event()
@@ -96,12 +96,12 @@ class Watched:
 def main(way: str, small: str, large: str) -> None:
     """Load the small checkpoint, then the large one, and print the growth for the large one."""
     torch.set_num_threads(1)
-    # memory that malloc keeps for later would count as taken
+    # memory that malloc keeps after it is freed would count as taken
     malloc = ctypes.CDLL(None)
     for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
         malloc.mallopt(option, 65536)
     warm = WAYS[way](Path(small))
-    malloc.malloc_trim(0)  # so does what imports have freed: the load would fill it unseen
+    malloc.malloc_trim(0)  # the load could reuse memory that imports have freed, unseen
     Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
     before, own = resident("VmRSS"), resident("RssAnon")
     with Watched() as watched:

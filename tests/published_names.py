@@ -19,10 +19,10 @@ class Name(NamedTuple):
     """One public name.
 
     Args:
-        name: in ``fp8kit.compat``.
+        name: name in ``fp8kit.compat``.
         origin: the file it was published in.
-        here: what it does.
-        differs: from what was published; empty if nothing.
+        here: what it does in this package.
+        differs: how that differs from the published behaviour; empty if it does not.
         test: the test that compares it with the published behaviour.
     """
 
@@ -352,7 +352,7 @@ def table() -> str:
 
 
 def with_table(text: str) -> str:
-    """Return the text of the document with the table of today."""
+    """Return the text of the document with its table replaced by the current one."""
     return _TABLE.sub(lambda _: f"{START}\n{table()}{END}", text)
 
 

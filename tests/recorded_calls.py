@@ -1,7 +1,9 @@
-"""Kernels that take addresses and run on a CPU: recordings are tested where there is no GPU.
+"""Backends for a CPU whose launches are recorded, so that replay is tested without a GPU.
 
-Like a real kernel they know nothing but addresses and numbers: a recording that passes a stale or
-wrong address computes a wrong result, or reads memory that a test has poisoned.
+``install`` makes the package use them for a test; ``record_on_cpu`` and ``fuse_on_cpu`` only switch
+recording and fusion on. Like a real kernel, theirs get nothing but addresses and numbers: a
+recording that passes a stale or wrong address computes a wrong result, or reads memory that a test
+has poisoned.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ class CpuLaunch:
 
 
 def at(address: int, layout: Layout | None) -> Tensor | None:
+    """View the memory at an address as a tensor of ``layout``; no layout is an absent tensor."""
     if layout is None:
         return None
     shape, strides, dtype = layout
@@ -68,7 +71,7 @@ def at(address: int, layout: Layout | None) -> Tensor | None:
 
 
 def launch(kernel: Callable[..., None], *tensors: Tensor | None) -> None:
-    """Run a kernel on tensors by their addresses, and record it where a call is recorded."""
+    """Run a kernel on the addresses of tensors, and record the launch during a recording."""
     layouts = [None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in tensors]
     made = CpuLaunch(kernel, layouts, [0 if t is None else t.data_ptr() for t in tensors])
     made.start(0)
@@ -77,7 +80,7 @@ def launch(kernel: Callable[..., None], *tensors: Tensor | None) -> None:
 
 
 class CpuBackends:
-    """A quantizer and a matmul made of such kernels; they count how often Python runs them."""
+    """Backends of every kind; ``calls`` grows with each run of their Python, not with replays."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -123,7 +126,7 @@ class CpuBackends:
     def run(self, operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
         self.calls.append("multiply")
         x, x_scale, w, w_scale, bias = operands
-        if x_scale is not None and problem.w_group == BLOCK:  # as the products on a GPU read them
+        if x_scale is not None and problem.w_group == BLOCK:  # the layout that GPU kernels read
             x_scale = by_column(x_scale)
         y = torch.empty(x.shape[0], w.shape[0], dtype=problem.out_dtype)
 
@@ -255,7 +258,7 @@ def _fused(
     operands: Sequence[Tensor | None],
     target: Target,
     total: Tensor | None = None,
-    columns: int = 0,  # before those of x
+    columns: int = 0,  # of the codes, before those of x
 ) -> tuple[Tensor, Tensor]:
     whole = x[..., :1].expand(*x.shape[:-1], columns + x.shape[-1])
     data = torch.empty(whole.shape, dtype=target.dtype)
@@ -269,7 +272,7 @@ def _fused(
 
 
 def _experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
-    """Compute a layer with dense experts: something that reads all of its operands."""
+    """Compute a layer of dequantized experts in fp32, simply; every operand is read."""
     x, w13, w2, ids, weights = operands
     total = torch.zeros(x.shape)
     for expert in range(problem.experts):
@@ -292,18 +295,18 @@ def _write(results: Sequence[Tensor], found: Sequence[Tensor]) -> None:
 
 
 def fuse_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let norms and activations be fused on a CPU too, where the reference computes them."""
+    """Fuse norms and activations on a CPU too, where the reference computes them."""
     monkeypatch.setattr(fused_producers, "FUSED_DEVICES", ("cpu", "cuda"))
 
 
 def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let calls on a CPU be recorded, and norms and activations be fused there."""
+    """Record calls on a CPU, and fuse norms and activations there."""
     monkeypatch.setattr(replay_cache, "RECORDED_DEVICES", ("cpu",))
     fuse_on_cpu(monkeypatch)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
-    """Let layers and fused producers on a CPU run such kernels, and be recorded."""
+    """Run layers, experts and fused modules on a CPU by these backends, and record their calls."""
     made = CpuBackends()
     backends = {
         "matmul": MatmulBackend(run=lambda *a: made.run(*a)),

@@ -1,4 +1,4 @@
-"""The operators of this package that torch sees: whoever looks on makes each call one of them."""
+"""Collect the registered operators that run; under a dispatch mode each call runs one of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class RegisteredCalls(TorchDispatchMode):
-    """Collects their names, in the order of the calls."""
+    """A dispatch mode that collects the names of the package's operators, in order."""
 
     def __init__(self) -> None:
         super().__init__()

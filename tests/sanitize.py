@@ -3,11 +3,11 @@
     python tests/sanitize.py [--tools memcheck,racecheck] [--sanitizer PATH]
 
 Needs a GPU and ``compute-sanitizer``, from the CUDA toolkit or ``pip install
-nvidia-cuda-sanitizer-api``. Only kernels of the package are instrumented. A tool is believed only
-after it has found what is wrong with a kernel that is broken on purpose, and a run counts only if
-each kernel was launched. torch's allocator is off: what it hands out lies in one large block, where
-an access beyond a tensor is none beyond the block. Errors that calls into the driver return are not
-reported: the bindings look for entry points that older drivers do not have.
+nvidia-cuda-sanitizer-api``. Only kernels of the package are instrumented. A tool counts only after
+it has found the fault of a kernel that is broken on purpose, and a run only if it launched every
+kernel. torch's caching allocator is off: it cuts tensors from one large block, so that an access
+beyond a tensor would stay inside the block and pass unnoticed. Errors that calls into the driver
+return are not reported: the bindings look for entry points that older drivers do not have.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ EXPERT_KERNELS = ("sort_and_quantize", "grouped_gemm", "combine_rows", "gates_an
 OWN_KERNELS = ("hopper_gemm", "cluster_rows_kernel", *EXPERT_KERNELS)
 KERNELS = (*OWN_KERNELS, *TRITON_KERNELS)
 TOOLS = ("memcheck", "racecheck")
-FOUND = 7  # exit status of the sanitizer where it has found something
+FOUND = 7  # exit status of the sanitizer if it finds something
 E4M3 = torch.float8_e4m3fn
 PAIRS: tuple[tuple[GroupShape | None, GroupShape], ...] = (
     (ROW, ROW),
@@ -90,7 +90,7 @@ BROKEN = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tools, print what they say, and give the exit status."""
+    """Run the tools, print their findings, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", default=",".join(TOOLS), help="separated by commas")
     parser.add_argument("--sanitizer", default="", help="path of compute-sanitizer")
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(sanitizer: str, tool: str) -> str:
-    """Return what one tool found wrong, or that it cannot be believed; empty if all is well.
+    """Return the findings of one tool, or why its run proves nothing; empty if all is well.
 
     Args:
         sanitizer: path of ``compute-sanitizer``.
@@ -132,7 +132,7 @@ def sanitize(sanitizer: str, tool: str, kernels: Sequence[str], program: str) ->
     """Run a program of this file under a tool that instruments the named kernels.
 
     Returns:
-        Exit status and output of both.
+        The exit status, and the output of tool and program together.
     """
     options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20"]
     options += ["--target-processes", "application-only", "--destroy-on-device-error", "kernel"]
@@ -152,13 +152,13 @@ def sanitize(sanitizer: str, tool: str, kernels: Sequence[str], program: str) ->
 
 
 def findings(output: str) -> int | None:
-    """Return how many errors or hazards a tool reports; ``None`` if it did not get that far."""
+    """Return how many errors or hazards a tool reports; ``None`` if it printed no summary."""
     counts = re.findall(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) ", output, re.MULTILINE)
     return sum(map(int, counts)) if counts else None
 
 
 def find_sanitizer() -> str:
-    """Look for ``compute-sanitizer`` on the path and in NVIDIA's packages; empty if it is not."""
+    """Return the path of ``compute-sanitizer``, from PATH or NVIDIA's packages; empty if absent."""
     found = shutil.which("compute-sanitizer")
     nvidia = importlib.util.find_spec("nvidia")
     for folder in (nvidia and nvidia.submodule_search_locations) or ():
@@ -180,7 +180,7 @@ def run_kernels() -> int:
 
 
 def run_broken(tool: str) -> int:
-    """Launch a kernel with a fault that the tool is made for: an overrun by one, or a race."""
+    """Launch a kernel with the fault that the tool must find: an overrun by one, or a race."""
     y = torch.zeros(64, dtype=torch.int32, device="cuda")
     source = f'extern "C" __global__ void broken(int* y) {{ {BROKEN[tool]} }}'
     kernel = cuda_launch.Kernel(source, "broken", 64, 1, 0, y.device)
@@ -192,7 +192,7 @@ def run_broken(tool: str) -> int:
 
 @contextlib.contextmanager
 def noted(seen: set[str]) -> Iterator[None]:
-    """Collect the names of kernels that are launched."""
+    """Add the names of kernels to ``seen`` as they are launched."""
     undo: list[Callable[[], None]] = []
 
     def swap(holder: Any, name: str, new: Any) -> None:
@@ -235,7 +235,7 @@ class Watched:
 
 
 def triton_calls(device: str) -> Calls:
-    """Return calls of every Triton kernel in its variants, on small shapes without even sides."""
+    """Return calls of every Triton kernel in its variants, on small ragged shapes."""
     calls: Calls = {}
     x = torch.randn(5, 264, device=device).bfloat16()
     weight = torch.randn(264, device=device).bfloat16()
@@ -248,7 +248,7 @@ def triton_calls(device: str) -> Calls:
         calls[f"static {group}"] = lambda g=group, s=scale: triton.quantize_static(x, s, g, E4M3)
         if group.rows == 1 and group.cols > 0:
             calls[f"by column {group}"] = lambda a=arguments: triton.quantize(*a, "column")
-    # prefetched, with ragged ends; the interpreter neither prefetches nor is quick
+    # large enough for prefetches, with ragged ends; the interpreter prefetches nothing and is slow
     large = torch.randn(2051, 4100, device=device).bfloat16() if device == "cuda" else x
     for group in (ROW, TENSOR, GROUP128, BLOCK):
         calls[f"quantize {large.numel()} in {group}"] = lambda g=group: triton.quantize(
@@ -275,7 +275,7 @@ def triton_calls(device: str) -> Calls:
     by_column = {"group": GROUP128, "scale_layout": "column"}
     calls["rms norm, by column"] = lambda: fused.rms_norm_quantize(x, weight, **by_column)
     calls["silu, by column"] = lambda: fused.silu_mul_quantize(x, x, **by_column)
-    # the interpreter is not quick either
+    # fewer and smaller shapes for the interpreter, which is slow
     rows, n, k = ((3, 70), 200, 1040) if device == "cuda" else ((3,), 40, 1040)
     for pair in PAIRS:
         for m in rows:
@@ -290,7 +290,7 @@ def triton_calls(device: str) -> Calls:
 
 
 def attention_calls(device: str) -> Calls:
-    """Return calls of what attention does beside its products, with ragged sides."""
+    """Return calls of rotary embedding and of the attention of one token, on ragged shapes."""
     with torch.device(device):
         q, k, v = (torch.randn(2, n, 150, 24).bfloat16() for n in (6, 2, 2))
         cos, sin = torch.randn(2, 2, 150, 24).bfloat16()
@@ -308,7 +308,7 @@ def attention_calls(device: str) -> Calls:
 
 
 def expert_calls(device: str) -> Calls:
-    """Return calls of layers of experts, with ragged sides, strangers and unused experts."""
+    """Return calls of experts and routing, on ragged shapes; ids include -1, and omit an expert."""
     calls: Calls = {}
     for number, pair in enumerate((PAIRS[0], PAIRS[2], PAIRS[4])):
         activation = Activation(interleaved=number % 2 == 1)
@@ -354,7 +354,7 @@ def own_calls(device: str = "cuda", drawn: Callable[..., tuple[Any, ...]] | None
 
     Args:
         device: where operands lie.
-        drawn: what gives operands, as ``quantized``, which is the default.
+        drawn: returns operands as ``quantized`` does, which is the default.
     """
     drawn = drawn or quantized
     calls: Calls = {}
@@ -363,7 +363,7 @@ def own_calls(device: str = "cuda", drawn: Callable[..., tuple[Any, ...]] | None
         calls[f"rows of {k} {dtype}"] = lambda x=x: fp8kit.quantize(x)
     for number, config in enumerate(CONFIGS):
         for pair in (PAIRS[0], PAIRS[2]):
-            several = (80 * config.tokens + 3, 200, 144)  # tiles of a block: TMA stores them
+            several = (80 * config.tokens + 3, 200, 144)  # tiles per block, which TMA stores
             if config.launch.cluster_sync_every and pair == PAIRS[0]:
                 several = (140 * config.tokens + 3, 200, 528)  # which synchronize in two full waves
             for m, n, k in ((config.tokens + 1, 200, 1040), (1, 7, 16), several):

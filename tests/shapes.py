@@ -1,4 +1,4 @@
-"""Named matmul shapes; a shape is here because of the reason beside it."""
+"""Matmul shapes for tests, each with a name and the reason why it is tested."""
 
 from __future__ import annotations
 

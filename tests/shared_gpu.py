@@ -1,7 +1,7 @@
-"""Repeat layers of experts and linear layers of few tokens, and count results that differ.
+"""Repeat layers of experts and linear layers with few tokens, and count results that differ.
 
-``python shared_gpu.py SEED SECONDS`` prints how many calls there were, and how many had other bits
-than the first one of their layer and tokens. Run several at once: the GPU then changes between
+``python shared_gpu.py SEED SECONDS`` prints the number of calls, and of those whose bits differ
+from the first call of the same layer and tokens. Run several at once: the GPU then switches between
 processes while kernels run.
 """
 
@@ -51,7 +51,7 @@ def linear_calls() -> list[Callable[[], Tensor]]:
 
 
 def main() -> None:
-    """Count calls and results that differ until the seconds are over."""
+    """Print the counts of calls and of differing results, after the given seconds."""
     seed, seconds = int(sys.argv[1]), float(sys.argv[2])
     torch.manual_seed(seed)
     rng = random.Random(seed)

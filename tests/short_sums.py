@@ -1,8 +1,8 @@
-"""What Hopper's FP8 tensor core makes of a sum, in plain torch, and experts that are summed so.
+"""A model of the sums of Hopper's FP8 tensor core in plain torch, and experts computed with it.
 
-The core aligns 32 products and the sum so far to the largest of them, and cuts each of them, and
-their sum, off after 13 bits of fraction. Kernels promote the sum every 128 products. This is a
-model: it gave the differences from the reference that two layers of random experts had on an H200.
+The core aligns 32 products and the sum so far to the largest of them, and truncates each of them
+and their sum after 13 bits of fraction. Kernels promote the sum every 128 products. The model
+reproduced the differences from the reference that two layers of random experts had on an H200.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ALIGNED, PROMOTED = 32, 128
 
 
 def short_sum(x: Tensor, w: Tensor) -> Tensor:
-    """Multiply codes ``x [M, K]`` by codes ``w [N, K]`` with one sum in the core."""
+    """Multiply codes ``x [M, K]`` by codes ``w [N, K]`` with one accumulator, never promoted."""
     x, w = x.double(), w.double()
     total = x.new_zeros(x.shape[0], w.shape[0])
     for k in range(0, x.shape[1], ALIGNED):
@@ -35,7 +35,7 @@ def short_sum(x: Tensor, w: Tensor) -> Tensor:
 def multiply(
     operands: MatmulOperands, groups: tuple[GroupShape | None, GroupShape], settings: Products
 ) -> Tensor:
-    """Multiply as a kernel on that core does; its form is that of ``looping``."""
+    """Multiply as a kernel on that core does; the signature is what ``looping`` expects."""
     assert groups[0] is not None
     x, w = operands.x, operands.w
     y = torch.zeros(x.shape[0], w.shape[0])
@@ -53,7 +53,7 @@ def _last_place(largest: Tensor) -> Tensor:
 
 
 def _scales(scale: Tensor | None, group: GroupShape, rows: int, k: int) -> Tensor:
-    """Return the scale of each row for the columns from ``k`` on, which have one."""
+    """Return the scale of each row for the columns that start at ``k`` and share one scale."""
     assert scale is not None
     column = scale[:, 0 if group.cols == -1 else k // group.cols]
     return column.repeat_interleave(rows if group.rows == -1 else group.rows)[:rows]

@@ -1,4 +1,8 @@
-"""A layer of experts in float64 between the roundings to FP8: pair by pair, or expert by expert."""
+"""The yardstick for a layer of experts: float64 between the roundings to FP8.
+
+``slow_experts`` loops over pairs (a token and one of its experts), ``slow_by_expert`` over experts,
+which is quick enough for large layers on a GPU. ``assert_experts`` compares a result with either.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ _SWIGLU = Activation()
 
 
 class Layer(NamedTuple):
-    """Dense experts, what they were quantized to, and how they are used."""
+    """A layer of experts: its dense weights, the same weights quantized, and its options."""
 
     gate_up: Tensor
     down: Tensor
@@ -33,8 +37,11 @@ class Layer(NamedTuple):
 
 
 class Slow(NamedTuple):
-    """A result in float64, and the error of each token that is permitted, without roundings to its
-    dtype: ``flips`` of codes, and the size of what is added up."""
+    """A result in float64, and per token the two numbers that bound its error.
+
+    ``flips``: the error of codes that flip to a neighbour. ``spread``: the sum of the norms of the
+    rows that are added up, to which roundings are relative.
+    """
 
     y: Tensor
     flips: Tensor
@@ -59,14 +66,14 @@ def random_layer(
 
 
 def stack(weights: Tensor, group: GroupShape) -> QTensor:
-    """Quantize matrix by matrix."""
+    """Quantize a stack ``[E, N, K]``, each matrix by itself."""
     parts = [fp8kit.quantize(w, group, role="weight") for w in weights]
     data = torch.stack([p.data.view(torch.uint8) for p in parts]).view(parts[0].data.dtype)
     return QTensor(data, torch.stack([p.scale for p in parts]), group)
 
 
 def slow_experts(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Slow:
-    """Compute a layer pair by pair, rounding to FP8 where it does."""
+    """Compute a layer pair by pair, rounding to FP8 where the layer does."""
     m, hidden = x.shape
     y, flips, spread = torch.zeros(m, hidden).double(), torch.zeros(m).double(), torch.zeros(m)
     w13, w2 = (fp8kit.dequantize(w).double() for w in (layer.w13, layer.w2))
@@ -83,14 +90,14 @@ def slow_experts(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Slow:
             q = q if layer.bias2 is None else q + layer.bias2[expert]
             factor = 1.0 if layer.on_input else float(weight)
             y[token] += factor * q
-            # an error of 2^-23 or so moves one code in a thousand rows: to its neighbour, 2^-3 away
+            # an error of about 2^-23 flips one code in a thousand rows, to a neighbour 2^-3 away
             flips[token] += abs(factor) / 8 * (h.abs() * w2[expert].norm(dim=0)).max()
             spread[token] += abs(factor) * float(q.norm())
     return Slow(y, flips, spread.double())
 
 
 def slow_by_expert(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Slow:
-    """Compute the same for all pairs of an expert at once, on the device of the layer."""
+    """Compute the same as ``slow_experts``, all pairs of an expert at once, on x's device."""
     y = torch.zeros_like(x, dtype=torch.float64)
     flips, spread = y.new_zeros(x.shape[0]), y.new_zeros(x.shape[0])
     for expert in ids.unique().tolist():
@@ -117,7 +124,7 @@ def slow_by_expert(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Slo
 
 
 def dense_experts(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Compute the layer with dense experts, differentiably."""
+    """Compute the layer from its dense weights, differentiably and without rounding to FP8."""
     rows = []
     for token in range(x.shape[0]):
         total = torch.zeros_like(x[token])
@@ -135,7 +142,7 @@ def dense_experts(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
 
 
 def dequantized(layer: Layer) -> Layer:
-    """Return the layer with the dense experts that its codes stand for."""
+    """Return the layer with its dequantized codes as its dense weights."""
     return layer._replace(gate_up=fp8kit.dequantize(layer.w13), down=fp8kit.dequantize(layer.w2))
 
 
@@ -156,17 +163,18 @@ def on_device(layer: Layer, device: str) -> Layer:
 
 
 def assert_experts(y: Tensor, slow: Slow, terms: int, short_sums: float = 0.0) -> None:
-    """Check every token of a layer against the slow one.
+    """Check every token of a layer against the slow result.
 
-    Permitted are the codes that flipped; for each pair's row, and for the result, a rounding to the
-    dtype of the result, each half an epsilon of what is added up; and sums of so many ``terms`` in
-    ``float32``, whose errors add in quadrature; and what a tensor core's ``short_sums`` cost.
+    Permitted are flipped codes; two roundings to the dtype of the result, of each pair's row and of
+    the sum, each by half an epsilon of what is added up; the errors of ``float32`` sums of
+    ``terms`` products, which add in quadrature; and ``short_sums``, the relative error of a tensor
+    core's short accumulator.
     """
     unit = torch.finfo(torch.float32).eps / 2 * math.sqrt(terms)
     bound = slow.flips + slow.spread * (
         torch.finfo(y.dtype).eps + MATMUL_FACTOR * unit + short_sums
     )
-    # a router's weight of 1e-7 leaves numbers that float16 rounds to its smallest
+    # a router weight of 1e-7 makes results that float16 rounds to its smallest subnormal
     smallest = torch.finfo(y.dtype).smallest_normal * torch.finfo(y.dtype).eps
     bound = bound + smallest / 2 * math.sqrt(y.shape[1])
     error = (y.double() - slow.y).norm(dim=1)
@@ -175,7 +183,7 @@ def assert_experts(y: Tensor, slow: Slow, terms: int, short_sums: float = 0.0) -
 
 
 def _intermediate(layer: Layer, p: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what the second product reads, for rows of the first."""
+    """Return the rows that the second GEMM reads, for rows ``p`` that the first one wrote."""
     group = None if layer.x_group is None else GROUP128
     group = TENSOR if layer.input_scale is not None else group
     return _rounded(layer.activation(p).float(), group, layer, dtype)

@@ -1,8 +1,8 @@
-"""Every snippet of README and the documents runs as it stands there, one after the other.
+"""Every snippet of the README and the documents runs verbatim, in order.
 
-Python blocks of a document share their variables, as a reader has them, but no imports: each block
-brings its own. Of bash blocks, the lines that call ``fp8kit`` run. What follows a line
-``# needs a GPU`` in a block is compiled, or parsed down to its options, where there is none.
+The Python blocks of a document share variables, but no imports: each block brings its own. In bash
+blocks the lines that call ``fp8kit`` run. Without a GPU, the lines of a block after
+``# needs a GPU`` are only compiled, or parsed with their options.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Block:
 
     @property
     def here(self) -> str:
-        """The part that runs on this machine."""
+        """Return the part that runs on this machine."""
         return self.text if torch.cuda.is_available() else self.text.partition(GPU)[0]
 
 
@@ -59,20 +59,20 @@ def blocks(text: str) -> list[Block]:
 
 
 def imported(tree: ast.Module) -> set[str]:
-    """Name what the import statements of a block bind."""
+    """Return the names that the import statements of a block bind."""
     found = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
     return {(a.asname or a.name).split(".")[0] for node in found for a in node.names}
 
 
 def libraries(text: str) -> set[str]:
-    """Name the libraries that Python blocks import, of those that a user may lack."""
+    """Return the optional libraries that Python blocks import."""
     found = {b.text for b in blocks(text) if b.language == "python"}
     lines = re.findall(r"^ *(?:import|from) (\w+)", "\n".join(found), re.MULTILINE)
     return OPTIONAL & set(lines)
 
 
 def run_python(text: str, names: dict[str, Any], place: str = "a document") -> None:
-    """Run the Python blocks of a document, each with what the ones before it have made."""
+    """Run the Python blocks of a document, each with the variables of those before it."""
     for block in blocks(text):
         if block.language != "python":
             continue
@@ -85,7 +85,7 @@ def run_python(text: str, names: dict[str, Any], place: str = "a document") -> N
 
 
 def run_bash(text: str) -> list[list[str]]:
-    """Run the calls of ``fp8kit`` in the bash blocks of a document; give the words of all lines."""
+    """Run the calls of ``fp8kit`` in a document's bash blocks; return the words of all lines."""
     found = []
     for block in blocks(text):
         if block.language != "bash":
@@ -161,7 +161,7 @@ READERS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 def place(path: Path) -> str:
-    """Name a document by its path in the project."""
+    """Return the path of a document in the project."""
     return path.relative_to(ROOT).as_posix()
 
 
@@ -190,7 +190,7 @@ def test_snippets_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_snippet_is_found() -> None:
-    """Fences of another form would hide what is in them."""
+    """Fences of another form would hide their snippets from the test."""
     for path in DOCUMENTS:
         marks = re.findall(r"^ *```\w+$", path.read_text(), re.MULTILINE)
         assert len(marks) == len(blocks(path.read_text())), place(path)
@@ -221,7 +221,7 @@ def test_a_bash_snippet_can_fail(line: str, faked_cuda: Callable[..., None]) -> 
 
 
 def unmerged(text: str) -> list[str]:
-    """Return the lines by which a merge marks what it could not decide."""
+    """Return the lines with conflict marks of a merge."""
     return re.findall(r"^(?:<{7}|>{7}).*$", text, re.MULTILINE)
 
 

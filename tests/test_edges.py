@@ -1,4 +1,4 @@
-"""The generated sizes: every edge is met, with its neighbours, and a sample is a part of them."""
+"""The sizes of ``edges.py`` contain every edge with its neighbours; a sample is a subset."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def test_sizes_around_an_edge_are_odd_and_even_and_positive() -> None:
 def test_a_sample_is_repeatable_and_everything_can_be_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv(edges.EVERYTHING, raising=False)
+    monkeypatch.delenv(edges.SWEEP_VARIABLE, raising=False)
     sizes = list(range(100))
     few = edges.sampled(sizes, 9, "rows")
     assert len(set(few)) == 9
     assert few == edges.sampled(sizes, 9, "rows") != edges.sampled(sizes, 9, "columns")
-    monkeypatch.setenv(edges.EVERYTHING, "all")
+    monkeypatch.setenv(edges.SWEEP_VARIABLE, "all")
     assert edges.sampled(sizes, 9, "rows") == sizes
 
 
 def test_a_sample_keeps_the_order_of_what_cannot_be_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv(edges.EVERYTHING, raising=False)
+    monkeypatch.delenv(edges.SWEEP_VARIABLE, raising=False)
     dtypes = [torch.float32, torch.float16, torch.bfloat16] * 9
     cases = [(7, dtype, turn) for turn, dtype in enumerate(dtypes)]
     few = edges.sampled(cases, 12, "norms")

@@ -54,7 +54,7 @@ def meta_scale_q() -> formats.QTensor:
     return formats.QTensor(Q.data, Q.scale.to("meta"), fp8kit.ROW)
 
 
-# by exception: a call, and what is said of it, of which the dots leave out the rest
+# by exception class: calls, and their messages; dots stand for omitted text
 CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
     TypeError: [
         (lambda: moe.Activation(gated="no"),

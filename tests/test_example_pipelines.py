@@ -1,4 +1,4 @@
-"""The examples of image pipelines and of encoders run as they stand."""
+"""The examples of image pipelines and encoders run verbatim."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("ignore")  # what the libraries say of their own code
+pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' warnings about their own code
 
 
 def test_image_pipeline(tmp_path: Path, run_script: Callable[..., str]) -> None:

@@ -34,7 +34,7 @@ def test_checkpoint_for_vllm(tmp_path: Path, run_script: Callable[..., str]) -> 
 
 def test_train_experts(tmp_path: Path, run_script: Callable[..., str]) -> None:
     said = run_script(FOLDER / "train_experts.py", str(tmp_path), "2")
-    assert said.startswith("0 5.")  # of bytes nothing is known: log 256 is 5.5
+    assert said.startswith("0 5.")  # an untrained model's loss on bytes: log 256 is 5.5
     assert {path.name for path in tmp_path.iterdir()} >= {"model.safetensors", "training.json"}
 
 

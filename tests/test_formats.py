@@ -105,7 +105,7 @@ def test_min_scale_is_coarse_only_for_activation_rows() -> None:
     assert formats.min_scale(ROW, torch.float8_e5m2, "activation") == 1 / (57344 * 512)
 
 
-def test_presets() -> None:
+def test_granularities_of_the_schemes() -> None:
     facts = {s.name: (s.weight, s.activation, s.static) for s in SCHEMES.values()}
     assert facts == {
         "FP8": (TENSOR, TENSOR, True),

@@ -28,7 +28,7 @@ def weight(
 
 
 def fake_quantized(x: Tensor, scheme: Scheme, input_scale: Tensor | None = None) -> Tensor:
-    """Return what the layer sees of its input: quantized and dequantized in fp32."""
+    """Return the input as the layer sees it: quantized and dequantized, in fp32."""
     if scheme.activation is None:
         return x.float()
     return fp8kit.dequantize(fp8kit.quantize(x, scheme.activation, scale=input_scale))
@@ -303,7 +303,7 @@ def test_results_may_be_changed_in_place(shape: tuple[int, ...], device: torch.d
 
 
 def documented_errors() -> dict[str, tuple[float, float]]:
-    """Read the range of per cent that docs/numerics.md gives for each scheme."""
+    """Read the range of errors, in per cent, that docs/numerics.md gives for each scheme."""
     text = (Path(__file__).resolve().parents[1] / "docs" / "numerics.md").read_text()
     rows = re.findall(r"^\| (`.*`) \| ([\d.]+) to ([\d.]+) % \|", text, re.MULTILINE)
     return {

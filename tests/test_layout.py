@@ -1,8 +1,9 @@
-"""The law of the layout, and of public names, sizes, docstrings, paths and an inert import.
+"""Laws of the layout, of public names, sizes, docstrings and paths, and of a cheap import.
 
-The law: at most 18 names at the top, no arrow back, no circle inside a folder.
+Layout: at most 18 names at the top, no import of a later stage of ``FLOW`` (an arrow back), and no
+import cycle inside a folder.
 
-Every guard is a function that returns what is wrong, and has a test that shows it can fail.
+Each guard is a function that returns the violations, and has a test that shows it can fail.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "fp8kit"
 
 # The data flow, and the whole top of the package. A file imports from names before its own, or from
-# its own folder. `__init__` is the public surface, which only the command line stands on.
+# its own folder. `__init__` is the public surface, which only the command line imports.
 FLOW = (
     "errors",
     "formats",
@@ -49,8 +50,8 @@ FLOW = (
     "__main__",
 )
 TOP_NAMES = 18
-# the only places that import by a computed name: what is asked of the package, backends, and what
-# a model's library needs
+# the only places that import by a computed name: public names on first access, backends, and the
+# modules that a model's library needs
 DYNAMIC_IMPORTERS = (
     "__init__.py",
     "dispatch/backends.py",
@@ -67,7 +68,7 @@ PARAMETERS = 8
 SOURCE_LINES = 43758
 PUBLIC_NAMES = 56
 # operator schemas are flat, and implementation and fake repeat them; launchers get pointers,
-# extents and a tile; convert has what plan has, and where the dense weights go
+# extents and a tile; convert has the parameters of plan, and one for the dense weights
 MANY_PARAMETERS = {
     "ops/bodies.py": ("scaled_mm", "multiply_codes", "linear"),
     "ops/schemas.py": ("_scaled_mm", "_scaled_mm_fake", "_linear", "_linear_fake"),
@@ -92,7 +93,7 @@ PUBLIC = """
 
 # a name without a slash is a file of the project only if it ends like this
 _FILE_ENDINGS = (".md", ".py", ".toml")
-# loading one of these costs time or memory that a user of the core did not ask for
+# libraries that cost time or memory to load, which the core must not do
 HEAVY = (
     "triton",
     "transformers",
@@ -108,7 +109,7 @@ HEAVY = (
     "vllm",
 )
 IMPORT_MILLISECONDS = 100
-# what `import fp8kit` loads: the operators and what their bodies stand on; then what a layer needs
+# stages that `import fp8kit` loads: the operators and what their bodies need; then those of a layer
 OPERATORS = {
     "__init__",
     "dispatch",
@@ -156,7 +157,7 @@ def names_at_the_top(folder: Path) -> list[str]:
 
 
 def arrows_back(tree: ast.Module, own: str) -> list[str]:
-    """Find imports of what comes later in ``FLOW``."""
+    """Find imports of stages that come later in ``FLOW``."""
     if own not in FLOW:
         return [f"{own} has no place in FLOW"]
     found = []
@@ -169,8 +170,8 @@ def arrows_back(tree: ast.Module, own: str) -> list[str]:
     return found
 
 
-def rooms(folder: Path) -> dict[str, set[str]]:
-    """Return the files and folders of a folder, each with those beside it that it imports."""
+def imports_inside(folder: Path) -> dict[str, set[str]]:
+    """Return the files and folders of a folder, each with the siblings that it imports."""
     place = list(folder.relative_to(SOURCE).parts)
     inside: dict[str, set[str]] = {}
     for path in sorted(folder.rglob("*.py")):
@@ -184,8 +185,8 @@ def rooms(folder: Path) -> dict[str, set[str]]:
     return inside
 
 
-def circle(inside: dict[str, set[str]]) -> list[str]:
-    """Return rooms that import each other in a circle; none if there is no circle."""
+def import_cycle(inside: dict[str, set[str]]) -> list[str]:
+    """Return files and folders that import each other in a cycle; empty if there is none."""
     clear: set[str] = set()
 
     def walk(room: str, path: list[str]) -> list[str]:
@@ -207,9 +208,9 @@ def circle(inside: dict[str, set[str]]) -> list[str]:
 
 @functools.cache
 def imported(tree: ast.AST) -> list[tuple[int, str]]:
-    """Return line and dotted name, below the package, of all that is imported from it.
+    """Return line and dotted name, below the package, of every import from the package.
 
-    An import for annotations alone loads nothing, and is no arrow.
+    Imports for annotations alone load nothing, and do not count.
     """
     hidden = {
         id(node)
@@ -267,7 +268,7 @@ def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def is_flat(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Return whether a decorator wants one parameter per pointer or command-line option."""
+    """Return whether a decorator requires one parameter per pointer or command-line option."""
     decorators = " ".join(ast.unparse(d) for d in function.decorator_list)
     return "jit" in decorators or ".command" in decorators or "click." in decorators
 
@@ -295,7 +296,7 @@ def budget_violations(path: Path, text: str) -> list[str]:
 
 
 def undocumented(tree: ast.Module) -> list[str]:
-    """Find public classes, functions and methods without a docstring, and a silent module."""
+    """Find public classes, functions, methods and the module itself without a docstring."""
     found = [] if ast.get_docstring(tree) else ["the module"]
     scopes: list[ast.Module | ast.ClassDef] = [tree]
     while scopes:
@@ -336,7 +337,7 @@ def documents() -> list[Path]:
 
 
 def missing_paths(text: str, folder: Path) -> list[str]:
-    """Find paths that a document names in code spans, code blocks or links and nobody has."""
+    """Find paths in code spans, code blocks or links of a document that do not exist."""
     blocks = re.findall(r"```.*?\n(.*?)```", text, re.DOTALL)
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     spans = [*re.findall(r"`([^`\n]+)`", prose), *re.findall(r"\]\(([^)\s]+)\)", prose)]
@@ -355,7 +356,7 @@ def missing_paths(text: str, folder: Path) -> list[str]:
 
 
 def missing_names(text: str) -> list[str]:
-    """Find names that a document places in a file of the package which does not have them."""
+    """Find names that a document attributes to a file of the package that lacks them."""
     span = r"`(\w+)`"
     placed = re.compile(rf"{span}(?:(?:, | and ){span})* in `(src/[\w./]+)`")
     found = []
@@ -382,7 +383,7 @@ print(json.dumps({
 
 
 def import_effects(module: str, folder: Path) -> list[str]:
-    """Import a module in a fresh interpreter after torch and say what it disturbed."""
+    """Import a module in a fresh interpreter after torch, and return its side effects."""
     out = fresh.run(PROBE, module, first=folder)
     seen = json.loads(out.stdout.splitlines()[-1])
     found = [f"loads {m}" for m in seen["modules"] if m in HEAVY]
@@ -412,10 +413,10 @@ print(now() - start)
 def import_milliseconds(module: str, folder: Path, tries: int = 10) -> float:
     """Return the time that importing a module adds to importing torch, as a user waits for it.
 
-    What it waited for a processor that others had is taken off where the system tells it. Whatever
-    else the machine does makes it longer, never shorter: the first time within the bar is taken,
-    else the best. An installed package has its bytecode beside it, and so has this one from the
-    second run on, whatever the environment says about writing any.
+    Time spent waiting for a processor is subtracted if the system reports it. Other load on the
+    machine makes the time longer, never shorter, so the first time within the limit counts, else
+    the shortest. An installed package has its bytecode beside it; so has this one from the second
+    run on, whatever the environment says about writing bytecode.
     """
     code = CLOCK.format(str(folder / "bytecode"), module)
     best = math.inf
@@ -428,7 +429,7 @@ def import_milliseconds(module: str, folder: Path, tries: int = 10) -> float:
 
 
 def loaded_stages(code: str) -> set[str]:
-    """Run code in a fresh interpreter and give the stages of the package that it has loaded."""
+    """Run code in a fresh interpreter and return the stages of the package that it loads."""
     words = (
         "import sys; print(*(m for m, found in sys.modules.items() "
         "if m.partition('.')[0] == 'fp8kit' and found.__spec__))"
@@ -444,7 +445,7 @@ def test_the_top_has_few_names() -> None:
 
 
 def wrong(law: Callable[[Path], list[str]], paths: Iterable[Path]) -> dict[str, list[str]]:
-    """Return what a law finds in each of the paths in which it finds anything."""
+    """Return the violations of a law, by path; paths without violations are left out."""
     return {str(p.relative_to(ROOT)): found for p in paths if (found := law(p))}
 
 
@@ -456,7 +457,7 @@ def test_no_arrow_points_back() -> None:
 
 
 def test_no_folder_has_a_circle() -> None:
-    assert wrong(lambda folder: circle(rooms(folder)), folders()) == {}
+    assert wrong(lambda folder: import_cycle(imports_inside(folder)), folders()) == {}
 
 
 def test_no_hidden_imports() -> None:
@@ -488,10 +489,10 @@ def test_the_search_for_arrows_can_fail(code: str, own: str, wrong: str) -> None
 
 
 def test_the_searches_for_names_and_circles_can_fail(tmp_path: Path) -> None:
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
-    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
-    assert {"headers", "layout"} & rooms(SOURCE / "checkpoint" / "storage")["reader"]
-    assert "storage" in rooms(SOURCE / "checkpoint")["streaming"]
+    assert import_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert import_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    assert {"headers", "layout"} & imports_inside(SOURCE / "checkpoint" / "storage")["reader"]
+    assert "storage" in imports_inside(SOURCE / "checkpoint")["streaming"]
     (tmp_path / "one.py").touch()
     (tmp_path / "two").mkdir()
     assert names_at_the_top(tmp_path) == ["one", "two"]
@@ -506,7 +507,7 @@ def test_the_search_for_hidden_imports_can_fail() -> None:
 
 
 def environment_readers(tree: ast.Module) -> list[str]:
-    """Find uses of environment variables, which only ``settings`` may read."""
+    """Find reads of environment variables, which only ``settings`` may do."""
     names = ("environ", "getenv", "putenv")
     return [
         f"line {node.lineno}: {node.attr}"
@@ -694,7 +695,7 @@ def test_a_class_for_transformers_says_what_to_install() -> None:
 
 
 def test_importing_the_package_registers_every_operator() -> None:
-    """A program that was exported is loaded by its operators' names alone."""
+    """An exported program finds its operators by name alone, so the import must register them."""
     schemas = "print(*(s.name for s in torch._C._jit_get_all_schemas()))"
     code = f"import torch, fp8kit\n{schemas}\nfrom fp8kit import *\n{schemas}"
     alone, everything = (

@@ -1,8 +1,8 @@
 """A trained model keeps its quality: perplexity against plain fake quantization.
 
 Fake quantization rounds the same weights and activations and multiplies them densely, in a few
-lines that use none of the package's matmuls or modules. What it cannot share is the order of sums,
-so the two agree closely but not in every bit; ``numerics.assert_same_loss`` derives how closely.
+lines that use none of the package's matmuls or modules. Only the order of sums differs, so the two
+agree closely but not in every bit; ``numerics.assert_same_loss`` derives how closely.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The run under compute-sanitizer: what it launches, and that nothing passes for a clean run."""
+"""The run under compute-sanitizer launches every kernel, and no failed run passes for clean."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CUT_SHORT = "========= COMPUTE-SANITIZER\n========= Error: process didn't termin
 
 
 def launched(tree: ast.Module) -> set[str]:
-    """Find the names of kernels that a module launches, with ``launch`` or a grid."""
+    """Return the names of the kernels that a module launches, with ``launch`` or a grid."""
     names = set()
     for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call) and n.args):
         if isinstance(call.func, ast.Name) and call.func.id in ("launch", "Launch"):
@@ -88,7 +88,7 @@ def test_every_triton_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def scripted(folder: Path, says: dict[tuple[str, str], tuple[str, int]]) -> str:
-    """Write a program that answers as ``compute-sanitizer`` for (tool, program) pairs."""
+    """Write a program that replaces ``compute-sanitizer``, with outputs by (tool, program)."""
     path = folder / "compute-sanitizer"
     path.write_text(
         "#!/usr/bin/env python3\n"
@@ -140,7 +140,7 @@ def test_only_a_clean_run_of_a_tool_that_finds_faults_passes(
 
 
 def undrawn(m: int, n: int, k: int, pair: Any, _: str) -> tuple[Any, ...]:
-    """Give operands of these shapes whose values nobody reads."""
+    """Return operands of these shapes whose values are never read."""
     x, w = (torch.empty(rows, k, dtype=sanitize.E4M3) for rows in (m, n))
     scales = [torch.empty(scale_shape(t.shape, g)) for t, g in zip((x, w), pair, strict=True)]
     return x, scales[0], w, scales[1]
@@ -149,7 +149,7 @@ def undrawn(m: int, n: int, k: int, pair: Any, _: str) -> tuple[Any, ...]:
 def test_own_calls_cover_every_configuration_kind_and_dtype(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Make the calls of the Hopper GEMM with everything below the launch faked."""
+    """The calls of the Hopper GEMM run with everything below the launch faked."""
     variants: list[tuple[Any, ...]] = []
     launches: list[tuple[Any, ...]] = []
 
@@ -181,7 +181,7 @@ def test_own_calls_cover_every_configuration_kind_and_dtype(
 
 @pytest.fixture
 def without_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Let programs, and the packages of NVIDIA, be those in the test's folder alone."""
+    """Make the test's folder the only place of programs and of NVIDIA's packages."""
     (tmp_path / "nvidia").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "path", [str(tmp_path)])

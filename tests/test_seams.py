@@ -1,4 +1,4 @@
-"""Tests stand on public names: patches and reads of private names have budgets, and reasons."""
+"""Tests use public names: patches and reads of private names are limited, and have reasons."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src" / "fp8kit"
 PATCHES, PRIVATE_READS = 60, 30
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
-# attributes of torch that the package sets or reads, too
+# attributes of torch, which the package sets or reads, too
 OF_TORCH = {"_parameters", "_version", "_apply", "_replicate_for_data_parallel"}
 # why a test reads each private name
 REASONS = {
@@ -61,7 +61,7 @@ def private_names() -> frozenset[str]:
 
 
 def called(function: ast.expr) -> str:
-    """Return the last name of what a call calls."""
+    """Return the last name of the called function."""
     return str(getattr(function, "attr", getattr(function, "id", "")))
 
 
@@ -82,7 +82,7 @@ def private_reads(tree: ast.Module) -> list[str]:
 
 
 def patches(text: str) -> int:
-    """Count the places at which a test replaces an attribute."""
+    """Count the places where a test replaces an attribute."""
     return len(re.findall(r"\.setattr\(", text))
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def build(project: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    # not --quiet: it hides warnings, and --strict counts only what is shown
+    # not --quiet, which hides warnings: --strict counts only warnings that are shown
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", site]
     environment = {"NO_MKDOCS_2_WARNING": "1", "PATH": ""}
     return subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
@@ -34,7 +34,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     ids=["link", "anchor", "name"],
 )
 def test_the_site_can_fail(broken: str, tmp_path: Path) -> None:
-    """Show it on two pages, one with an error, under the same settings."""
+    """Two pages, one with an error, are built under the same settings."""
     settings = (ROOT / "mkdocs.yml").read_text().partition("nav:")[0]
     (tmp_path / "mkdocs.yml").write_text(settings)
     (tmp_path / "src").symlink_to(ROOT / "src")
@@ -50,7 +50,7 @@ def test_the_site_can_fail(broken: str, tmp_path: Path) -> None:
 
 
 def test_every_page_has_a_place() -> None:
-    """A page outside the navigation is found by nobody."""
+    """A reader cannot find a page outside the navigation."""
     text = (ROOT / "mkdocs.yml").read_text()
     nav = yaml.safe_load(text)["nav"]
 
@@ -65,7 +65,7 @@ def test_every_page_has_a_place() -> None:
 
 
 def test_every_public_name_is_documented() -> None:
-    """What ``fp8kit`` exports has an entry in the reference, or is a constant of a page there."""
+    """Every export of ``fp8kit`` has an entry in the reference, or is a constant on one page."""
     text = "\n".join(p.read_text() for p in (ROOT / "docs" / "api").glob("*.md"))
     missing = [n for n in fp8kit.__all__ if n not in text]
     assert not missing, f"no page of docs/api names {missing}"

@@ -1,4 +1,4 @@
-"""The list of slow tests names tests that exist, once each, and `--cases` runs some of each."""
+"""The list of slow tests names existing tests, once each; `--cases` runs some cases of each."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def test_a_listed_test_is_marked(request: pytest.FixtureRequest) -> None:
 
 
 class Case(SimpleNamespace):
-    """A test as pytest collects it."""
+    """Replaces a test that pytest has collected."""
 
     def get_closest_marker(self, name: str) -> bool:
-        """Return whether it has a mark."""
+        """Return whether the test has a mark."""
         return name in self.marks
 
 

@@ -1,4 +1,4 @@
-"""Tile configurations of the Hopper GEMM that between them take every path of its source."""
+"""Tile configurations of the Hopper GEMM that together take every path of its source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tile_config(
     buffers: int = 1,
     **launch: Any,
 ) -> TileConfig:
-    """Return a configuration with a warmup as the heuristics choose it.
+    """Return a tile configuration whose warmup is that of the heuristics.
 
     Args:
         mma_n: as in ``Layout``.
@@ -98,7 +98,7 @@ CONFIGS = [
 
 
 def label(value: object) -> str:
-    """Return a short name of a parameter of a test: a configuration, block scales, anything."""
+    """Return a short test id for a parameter: a configuration, block scales, or any other value."""
     if isinstance(value, bool):
         return "block" if value else "row"
     if not isinstance(value, TileConfig):

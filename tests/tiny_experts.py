@@ -1,4 +1,4 @@
-"""Tiny random models, with experts of every form in which Transformers holds them or dense."""
+"""Tiny random Transformers models: dense ones, and one for each form of stacks of experts."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def tiny(kind: str, **changes: Any) -> Any:
     """Return a random model in bf16, in eval mode.
 
     Args:
-        kind: of its config; one that is not in ``KINDS`` is dense.
-        changes: of its config.
+        kind: model type; one that is not in ``KINDS`` is dense.
+        changes: fields of the config.
     """
     import transformers
 

@@ -1,4 +1,4 @@
-"""A small Flux transformer in every variant that a CPU can run."""
+"""The diffusion benchmark, on a small Flux transformer in every variant that a CPU can run."""
 
 from __future__ import annotations
 

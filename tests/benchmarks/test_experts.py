@@ -1,4 +1,4 @@
-"""The benchmark of layers of experts, run on a CPU, with a package that stands for vLLM's."""
+"""The benchmark of layers of experts, run on a CPU with a fake of vLLM's package."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 MODELS = dict(EXPERTS)
 ALIGNED, UNALIGNED = ExpertShape(4, 2, 128, 128), ExpertShape(8, 3, 96, 64)
 
-# what the adapter imports, and a layer that computes with whatever scales it is given
+# the modules that the adapter imports, and a layer that computes with any scales
 FAKE_VLLM = {
     "vllm/__init__.py": "__version__ = '0.25.0'",
     "vllm/_custom_ops.py": """
@@ -89,7 +89,7 @@ def silu_and_mul(y, x): raise AssertionError("the fake layer calls none")
 """,
 }
 
-# products of rows that lie expert after expert, or expert by expert
+# GEMMs of rows that lie one expert after another (contiguous), or in a part per expert (masked)
 FAKE_DEEP_GEMM = """
 import torch
 __version__ = "0.1"
@@ -173,10 +173,10 @@ def test_vllm_computes_the_layer(tmp_path: Path, vllm_folder: Path) -> None:
     assert found["vllm_operators"]["moe_sum"] == "fallback: RuntimeError: no kernel image"
     assert found["vllm_operators"]["moe_align_block_size"] == "vLLM's"
     for row in found["rows"]:
-        assert set(row["failed"]) == {"torch_grouped_row"}  # a CPU has no such product
+        assert set(row["failed"]) == {"torch_grouped_row"}  # torch has no such GEMM on a CPU
         assert {"vllm_channel", "vllm_block"} <= set(row["us"])
         assert set(row["best_peer_by_ours"]) == {"row", "block"}
-    # the fastest of both for rows, that of blocks for blocks
+    # row-wise against the faster of both peers, block-wise against the block-wise peer
     times, of_peer = row["us"], row["best_peer_by_ours"]
     assert of_peer["row"] == min(times["vllm_channel"], times["vllm_block"]) / times["fp8kit_row"]
     assert of_peer["block"] == times["vllm_block"] / times["fp8kit_block"]

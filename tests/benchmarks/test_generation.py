@@ -1,4 +1,4 @@
-"""Language models in every way that is timed, small enough for a CPU."""
+"""The benchmark of language models in every way that it times, on models for a CPU."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_step_continues_its_prompt() -> None:
     with torch.no_grad():
         whole = dense.model(torch.cat([prompt, token], 1)).logits[0, -1]
     found = torch.tensor(dense.prepare(case).result)
-    # the cache's length and its mask take the sums of attention in another order
+    # another length of the cache, and so of the mask, changes the order of attention's sums
     torch.testing.assert_close(found, whole.float(), rtol=0.05, atol=0.02)
 
 

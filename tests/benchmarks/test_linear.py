@@ -1,4 +1,4 @@
-"""The benchmark of whole layers, run on a CPU with peers that check what they are given."""
+"""The benchmark of whole layers, run on a CPU with fake peers that check their operands."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ ALIGNED, RAGGED, ODD = (256, 384), (144, 208), (131, 200)
 
 
 def decoded(codes: Tensor, scale: Tensor) -> Tensor:
-    """Spread scales over the groups that they belong to."""
+    """Multiply codes by the scales of their groups."""
     rows, cols = (-(-c // s) for c, s in zip(codes.shape, scale.shape, strict=True))
     spread = scale.repeat_interleave(rows, 0).repeat_interleave(cols, 1)
     return codes.float() * spread[: codes.shape[0], : codes.shape[1]]
 
 
 class FakeVllm:
-    """Computes in plain torch what vLLM's operators do, and makes the checks of their sources."""
+    """vLLM's operators in plain torch, with the checks that their sources make."""
 
     def dynamic_per_token_scaled_fp8_quant(
         self, codes: Tensor, x: Tensor, scale: Tensor, upper: Tensor | None
@@ -66,7 +66,7 @@ class FakeVllm:
         assert x.is_contiguous()
         assert codes.is_contiguous()
         assert x.shape[1] % group == 0
-        # column-major is told by the strides, and the distance of columns is the second
+        # the strides say column-major; the second one is the distance of columns
         assert scale.stride(0) < scale.stride(1)
         q = fp8kit.quantize(x, fp8kit.GROUP128)
         codes.copy_(q.data)
@@ -83,7 +83,7 @@ class FakeVllm:
             assert b_scale.is_contiguous()
             y.copy_((a.float() * a_scale) @ (b.float() * b_scale.view(1, -1)))
             return
-        # scales are read by their pointers: packed, along M and along K
+        # the real operator reads scales by pointer, so they must be packed, along M and along K
         blocks = math.ceil(a.shape[1] / 128)
         assert a.shape[0] % 4 == 0
         assert a_scale.shape == (a.shape[0], blocks)
@@ -150,7 +150,7 @@ def test_every_peer_gets_the_layout_that_it_checks(m: int) -> None:
     everywhere = {n for n, p in peers.PEERS.items() if not p.beside}
     measured = {n for n in row["us"] if not n.startswith(("fp8kit", "bf16"))}
     assert measured == few | everywhere
-    # the same numbers as ours: quantizers and scales are equal, products exact but for the last
+    # quantizers and scales equal ours, and products are exact up to their last rounding
     same = {"vllm_row": "row", "vllm_tensor": "tensor", "vllm_block": "block"}
     same |= {"torch_row_fast": "row", "torch_block": "block", "deepgemm_block": "block"}
     for name, kind in same.items():
@@ -342,7 +342,7 @@ def test_everything_measured_is_compared_and_shown() -> None:
 
 @pytest.fixture
 def torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real torchao, without its check of the GPU and without the compiler."""
+    """Return the real torchao, without its check of the GPU and without the compiler."""
     api = pytest.importorskip("torchao.quantization.quant_api")
     monkeypatch.setattr(api, "_check_hardware_support", lambda _: None)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
@@ -384,7 +384,7 @@ print(json.dumps(list(linear.measure_all(bench, {"8b.test": (256, 384)}, [1, 204
 
 @pytest.mark.gpu
 def test_a_case_that_cannot_be_captured_does_not_stop_the_run() -> None:
-    # a process of its own: a failed capture leaves the random numbers of a device unusable
+    # its own process: a failed capture leaves a device's random number generator unusable
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "benchmarks")])
     ran = subprocess.run(
         [sys.executable, "-c", UNCAPTURABLE],

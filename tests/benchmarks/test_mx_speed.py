@@ -35,7 +35,7 @@ def test_every_layer_is_compared_and_timed(
     assert [(row["shape"], row["m"]) for row in rows] == [(s, m) for s in SMALL for m in (1, 5)]
     for row in rows:
         assert {"bf16", "FP8_DYNAMIC", "MXFP8"} == set(row["us"]) == set(row["relative_error"])
-        # FP8 is not bf16 under another name
+        # the MXFP8 layer is not a bf16 one in disguise
         assert row["relative_error"]["bf16"] < 0.01 < row["relative_error"]["MXFP8"]
         assert min(row["us"].values()) > 0
         assert "rebased" in row["form"]
@@ -47,7 +47,7 @@ def test_every_layer_is_compared_and_timed(
     assert said[-1].startswith("bf16 / MXFP8 m=5 ")
 
 
-# a layer that is called like Humming's, in plain torch
+# a fake of Humming's layer, with the same interface, in plain torch
 HUMMING = """
 import torch
 class HummingLayer(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Variants in processes of their own: what fails costs its own column, and nothing waits for it."""
+"""Variants in processes of their own: one that fails empties its own column and delays nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def subject(us: float, *results: float) -> Callable[[], Any]:
-    """Return something that another process can build: two cases, of which one may be missing."""
+    """Return a subject that another process can build, with two cases, one of which may fail."""
     found = [Prepared(9.0, 1.5, [result, 0.0]) for result in results]
     ready = dict(zip((FAST, SLOW), found, strict=False))
     return functools.partial(
@@ -77,11 +77,11 @@ def test_the_median_of_the_rounds_counts() -> None:
 
 
 def test_a_result_that_is_not_finite_is_no_result() -> None:
-    found = processes.settle(lambda: torch.ones(2, 3), CPU)
+    found = processes.run_first_calls(lambda: torch.ones(2, 3), CPU)
     assert found.result == [1.0] * 6
     assert found.ready_s * 1e6 >= found.first_us > 0
     with pytest.raises(ArithmeticError, match="not finite"):
-        processes.settle(lambda: torch.tensor([1.0, float("nan")]), CPU)
+        processes.run_first_calls(lambda: torch.tensor([1.0, float("nan")]), CPU)
 
 
 def test_memory_counts_each_tensor_once() -> None:

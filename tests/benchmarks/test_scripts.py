@@ -1,4 +1,4 @@
-"""Every benchmark can be asked what it does, on a machine without a GPU."""
+"""Every benchmark prints its ``--help`` on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def scripts() -> list[Path]:
 
 
 @pytest.mark.parametrize("path", scripts(), ids=lambda p: p.stem)
-def test_help(
+def test_every_benchmark_prints_its_help(
     path: Path, run_script: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -1,4 +1,4 @@
-"""What is said about measured layers: ratios, means, tables and the plot."""
+"""Ratios, means, tables and the plot of measured layers."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def test_means_and_worst_layers() -> None:
 
 
 def test_odd_shapes_are_apart_from_models() -> None:
-    models, odd = summary.by_model(ROWS)
+    models, odd = summary.split_odd_shapes(ROWS)
     assert [r["shape"] for r in models] == ["8b.o", "8b.qkv", "8b.o"]
     assert [r["shape"] for r in odd] == ["odd.a"]
-    assert summary.by_model(odd) == (odd, [])
+    assert summary.split_odd_shapes(odd) == (odd, [])
     text = tables.linear({"rows": ROWS})
     assert "1 to 2 layers (Llama 8B)" in text
     means, apart = text.split("### Odd shapes, per-token")
@@ -155,14 +155,14 @@ def test_documents_show_the_results_of_the_repository() -> None:
 
 def test_results_of_the_repository_are_all_shown() -> None:
     files = {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")}
-    # skinny explains choices, the page of streaming quotes its second machine, that of numerics
-    # what formats and experts cost in perplexity
+    # skinny explains choices; the page on streaming quotes its second machine, and the one on
+    # numerics the cost of formats and experts in perplexity
     quoted = {"skinny", "streaming_h200", "mx_accuracy", "experts_accuracy"}
     assert files - set(tables.SECTIONS) <= quoted
 
 
 def moved(monkeypatch: pytest.MonkeyPatch, script: ModuleType, places: dict[str, Path]) -> None:
-    """Let a script read and write elsewhere."""
+    """Make a script read and write other paths."""
     for name, path in places.items():
         monkeypatch.setattr(script, name, path)
 

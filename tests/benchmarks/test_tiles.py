@@ -1,4 +1,4 @@
-"""The search for costs finds what it is told to find."""
+"""The fit of costs finds the costs from which the measurements were made."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OTHER = replace(Costs(), epilogue=2.0, reduction=(0.5, 0.6, 0.7), steps=(0.1, 0.
 
 
 def as_if(costs: Costs) -> list[bench.Measured]:
-    """Measure a GPU that behaves as some costs say."""
+    """Return the measurements of a GPU whose times are those that the costs predict."""
     return [
         bench.Measured(
             problem,

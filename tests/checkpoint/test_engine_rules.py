@@ -1,5 +1,6 @@
-"""What is written obeys the rules by which vLLM, SGLang and Transformers load, read in their code.
+"""Written checkpoints obey the rules by which vLLM, SGLang and Transformers load.
 
+The rules were read in the engines' code:
 vLLM 0.33 ``compressed_tensors.py`` and ``fp8.py``, SGLang 0.5.23, Transformers 5.23.
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from engines import are_dense, disagreements, is_dense, is_listed
+from engines import disagreements, experts_are_dense, is_listed, linear_is_dense
 from fp8kit.checkpoint.dialects import Spec
 from fp8kit.checkpoint.schema.targets import TARGETS, dialect_for
 from fp8kit.errors import CheckpointError
@@ -50,7 +51,7 @@ LEAST: dict[tuple[str, str], dict[str, Any]] = {
 
 
 def lacks(config: dict[str, Any], least: dict[str, Any]) -> list[str]:
-    """List the entries that are missing or different; those of groups count for every group."""
+    """List the missing and differing entries; entries for groups must be in every group."""
     groups = list(config.get("config_groups", {}).values())
     found = []
     for key, value in least.items():
@@ -114,7 +115,7 @@ SUFFIXES = {
     "fp8": {"weight", "weight_scale_inv"},
     "mxfp8": {"weight", "weight_scale_inv"},
 }
-# layers of the others have Mistral's names, no names at all, or only ragged blocks
+# the other golden checkpoints have Mistral's names, no names, or only ragged blocks
 SERVED = [n for n in GOLDENS if not re.match("mistral|comfyui|torchao|.*block", n)]
 
 
@@ -163,8 +164,8 @@ def test_dense_experts_are_asked_for_by_names_of_their_own(left: str, scheme: st
     for target in TARGETS:
         spec = Spec(SCHEMES[scheme], ("a.experts_gate", left))
         config = dialect_for(target, SCHEMES[scheme]).render(spec)
-        assert are_dense(config, "a.experts")
-        assert not are_dense(config, "b.experts")
+        assert experts_are_dense(config, "a.experts")
+        assert not experts_are_dense(config, "b.experts")
 
 
 def test_merged_layers_are_listed_with_their_parts() -> None:
@@ -174,9 +175,9 @@ def test_merged_layers_are_listed_with_their_parts() -> None:
         assert is_listed(config, "v.gate_up_proj")
         assert is_listed(config, "v.attn.qkv_proj")
         assert not is_listed(config, "w.gate_up_proj")
-        assert is_dense(config, "v.gate_up_proj")
+        assert linear_is_dense(config, "v.gate_up_proj")
         with pytest.raises(AssertionError, match="some of its parts"):
-            is_dense(config, "w.gate_up_proj")
+            linear_is_dense(config, "w.gate_up_proj")
 
 
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])

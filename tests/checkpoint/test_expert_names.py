@@ -17,7 +17,7 @@ E, H = 2, 256
 
 
 class Experts(nn.Module):
-    """SwiGLU under any names, its gates before its ups or alternating with them."""
+    """SwiGLU experts with any names; gates come before ups, or alternate with them."""
 
     def __init__(self, up: str, down: str, inner: int, alternate: bool) -> None:
         super().__init__()

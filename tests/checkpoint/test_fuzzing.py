@@ -1,4 +1,4 @@
-"""Files from anyone: mutated in every way, each is read or refused by name."""
+"""Untrusted files, mutated in many ways: each is read, or refused with file and field."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_mutated_files_are_read_or_refused_by_name() -> None:
     assert found["cases"] == CASES
     assert found["failures"] == 0
     assert found["grown MiB"] < 200
-    # both ends are met often: mutations neither break everything nor miss what is looked at
+    # both outcomes are frequent: mutations neither break everything nor miss what is read
     assert found["refused by read_all"] > CASES // 2
     assert found["read"] > CASES // 20
 
@@ -44,7 +44,7 @@ def wrong_with(
     watch: fuzzing.Watch,
     monkeypatch: pytest.MonkeyPatch,
 ) -> str:
-    """Judge a sound checkpoint that is read in this way."""
+    """Return the complaints about a sound checkpoint that is read by this function."""
     case = fuzzing.Case(dict(fuzzing.samples()[0]), touched=["dtype"])
     fuzzing.write(case, folder)
     for name in ("read_all", "fill", "describe"):

@@ -1,4 +1,4 @@
-"""Every dialect, as its golden checkpoint: read to the known values, written to the same bytes."""
+"""The golden checkpoint of every dialect is read to the known values and written bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ names = pytest.mark.parametrize("name", GOLDENS)
 
 
 def place(name: str) -> Path:
-    """Return the path of a golden checkpoint: a file where the dialect has no folder."""
+    """Return the path of a golden checkpoint: a file if the dialect has no folder."""
     folder = FOLDER / name
     return folder / GOLDENS[name].file if name.startswith("comfyui") else folder
 
@@ -182,7 +182,7 @@ def test_writing_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
 
 
 def writable_from(golden: Golden) -> str:
-    """Name a dialect that holds the numbers of a golden checkpoint."""
+    """Return a dialect that can hold the values of a golden checkpoint."""
     schemes = golden.schemes if isinstance(golden.schemes, str) else ""
     return {"FP8_BLOCK_UE8M0": "fp8", "MXFP8": "mxfp8"}.get(schemes, "compressed-tensors")
 

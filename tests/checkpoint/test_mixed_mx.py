@@ -1,4 +1,4 @@
-"""MX weights beside those of other schemes in one checkpoint: loaded, saved and translated."""
+"""Checkpoints that mix MX weights with other schemes: loaded, saved and translated."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_scheme_of_another_name_and_the_same_numbers_is_taken(tmp_path: Path) 
 
 
 def with_fp4_experts(path: Path) -> None:
-    """Write a tiny model: attention in MXFP8, its outputs in blocks, experts packed as MXFP4."""
+    """Write a tiny model: attention in MXFP8, its o_proj block-wise, experts packed as MXFP4."""
     model = tiny("Qwen3Moe")
     with torch.no_grad():  # values so small would lose bits
         for parameter in model.parameters():

@@ -52,7 +52,7 @@ def source_of(golden: Golden) -> Source:
 
 
 def mutated(source: Source, chance: random.Random) -> Source:
-    """Change one thing: a value in a config, a description in a header, or a tensor."""
+    """Change one value in a config, one description in a header, or one tensor."""
     what = chance.random()
     document = {"config": source.config, "documents": dict(source.documents)}
     metadata, kinds = dict(source.metadata), dict(source.kinds)

@@ -1,4 +1,4 @@
-"""How much memory loading takes: the final model, one layer, and five per cent."""
+"""Loading takes at most the memory of the final model, one layer, and five per cent."""
 
 from __future__ import annotations
 

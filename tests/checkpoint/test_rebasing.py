@@ -1,4 +1,4 @@
-"""MX weights that become other FP8 schemes: changes are told, and what would lose falls back."""
+"""MX weights that become other FP8 schemes: changes are reported, and lossy ones fall back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WEIGHT_ONLY = "FP8_MX_BY_16BIT"
 
 
 def written(path: Path, name: str) -> tuple[str, torch.Tensor]:
-    """Return the scheme of a layer that was written, "dense" if it has none, and its values."""
+    """Return the scheme of a layer on disk ("dense" if it has none) and its values."""
     found = open_checkpoint(path)
     if name not in found.layers:
         return "dense", found.read(f"{name}.weight").float()
@@ -49,7 +49,7 @@ def test_weights_that_would_lose_too_much_fall_back_by_name(
     assert str(told[0].message).endswith(f"written {said.get(fallen, 'as FP8_BLOCK')}: up.")
     kinds = {name: written(tmp_path / "b", name)[0] for name in weights}
     assert kinds == {"up": fallen, "down": scheme}
-    # blocks hold columns of another size, and the other forms hold everything
+    # block scales can hold columns of another magnitude; the other forms hold all values
     assert_bits_equal(written(tmp_path / "b", "up")[1], fp8kit.dequantize(weights["up"]))
     model = fp8kit.load(tmp_path / "b", Model())
     assert model(torch.randn(2, K)).isfinite().all()

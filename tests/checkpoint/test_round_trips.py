@@ -55,7 +55,7 @@ KINDS = {
         "intermediate_size": 256,
         "moe_intermediate_size": 128,
         "num_experts": 4,
-        # all of them: otherwise rounding flips the choice of experts, and logits with it
+        # all experts: otherwise rounding flips the choice of experts, and so changes the logits
         "num_experts_per_tok": 4,
         "head_dim": 32,
     },
@@ -91,7 +91,7 @@ def logits(model: Any) -> Tensor:
 
 
 def is_linear(name: str, tensor: Tensor) -> bool:
-    """Say whether a tensor on disk is a linear layer that is quantized: no router, no embedding."""
+    """Return whether a tensor on disk is a quantized linear layer: no router, no embedding."""
     left = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")
     return tensor.dim() == 2 and not name.endswith(left)
 
@@ -99,7 +99,7 @@ def is_linear(name: str, tensor: Tensor) -> bool:
 def write_fp8(
     folder: Path, scheme: Scheme, target: str, dialect: Dialect | None = None
 ) -> tuple[Path, Path]:
-    """Quantize a checkpoint tensor by tensor; give it, and one of the decoded weights."""
+    """Stream a checkpoint to FP8; return it, and a checkpoint of its dequantized weights."""
     source = {k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()}
     dialect = dialect or dialect_for(target or "vllm", scheme)
     written, decoded, quantized, dense = {}, {}, {}, []
@@ -207,7 +207,7 @@ def test_layers_that_do_not_fit_are_written_in_high_precision(dense: Path, tmp_p
 
 
 def compressed_by_the_library(folder: Path, preset: str, ratio: float = 1.0) -> dict[str, Tensor]:
-    """Let compressed-tensors quantize a model and save it; give the weights it decodes."""
+    """Let compressed-tensors quantize a model and save it; return the weights that it decodes."""
     model = tiny("Llama")
     scheme = quantization.preset_name_to_scheme(preset, ["Linear"])
     config = quantization.QuantizationConfig(

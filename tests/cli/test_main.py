@@ -338,7 +338,7 @@ def test_bench_times_shapes() -> None:
 
 @pytest.fixture
 def benched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
-    """Collect the shapes and rows that would be measured, which takes seconds."""
+    """Collect the shapes and rows that would be measured, instead of measuring for seconds."""
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(
         "fp8kit.cli.measure.linear.bench", lambda *a, **_: asked.append(a[:2]) or []
@@ -411,7 +411,7 @@ TUNED = Table("Toy", 1e12, 1e15, {CASE: {"bf16": 4.0, "hopper_gemm": 2.0}})
 
 @pytest.fixture
 def wishes(monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]) -> list[tuning.Wish]:
-    """Collect what would be measured on a GPU, which gives ``TUNED``."""
+    """Collect the requests to a faked GPU's tuning, which returns ``TUNED``."""
     wishes: list[tuning.Wish] = []
 
     def tune(asked: list[tuning.Wish], *_: object, store: Callable[[Table], None], **__: object):
@@ -428,7 +428,7 @@ def wishes(monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]) -> 
 def test_tune_stores_or_writes_its_table(
     stored: bool, tmp_path: Path, cache_dir: Path, wishes: list[tuning.Wish]
 ) -> None:
-    """The command alone: what it measures is tested where it is measured."""
+    """The command alone; the tests of ``fp8kit.perf`` are about the measurement."""
     place = () if stored else ("--output", tmp_path / "t.json")
     schemes = ("--scheme", "FP8_BLOCK", "--scheme", "FP8")
     result = run("tune", "--shapes", "64x128", "-m", "16", *schemes, *place)

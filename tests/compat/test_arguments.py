@@ -1,4 +1,4 @@
-"""What is no tensor is refused in words, whatever the function does with it first."""
+"""Arguments that are no tensors raise a clear error, whichever function gets them."""
 
 from __future__ import annotations
 

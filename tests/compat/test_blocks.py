@@ -1,4 +1,4 @@
-"""Quantizers and products by groups and blocks against their formulas in plain torch."""
+"""Quantizers and GEMMs with scales of groups and blocks, against their formulas in plain torch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def x() -> Tensor:
 
 
 def expanded(scale: Tensor, rows: int, cols: int, shape: torch.Size) -> Tensor:
-    """Repeat each scale over its group."""
+    """Repeat each scale over the elements of its group."""
     wide = scale.repeat_interleave(rows, 0).repeat_interleave(cols, 1)
     return wide[: shape[0], : shape[1]]
 
 
 def scales(x: Tensor, rows: int, cols: int, least: float) -> Tensor:
-    """Return ``amax / 448`` of each group, as the sources compute it."""
+    """Return ``amax / 448`` of each group, as the original sources compute it."""
     m, k = x.shape
     padded = torch.nn.functional.pad(x.float(), (0, -k % cols, 0, -m % rows))
     parts = padded.view(-(-m // rows), rows, -(-k // cols), cols)

@@ -1,4 +1,4 @@
-"""Capabilities are answers about kernels that ran."""
+"""Capabilities are reported from kernels that actually ran."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_importing_asks_no_device() -> None:
 
 
 def test_the_probe_of_products_can_fail() -> None:
-    """The same products by a backend that runs here come out right; no tensor cores do."""
+    """A backend that runs here passes the same probe; one that needs tensor cores does not."""
     x, w = fp8kit.quantize(torch.eye(32, 64)), fp8kit.quantize(torch.eye(64, 64), role="weight")
     with pytest.raises(fp8kit.UnsupportedError):
         fp8kit.scaled_mm(x, w, backend="torch_native")

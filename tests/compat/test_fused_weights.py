@@ -15,7 +15,7 @@ WIDTHS = [8, 4, 4]
 
 @pytest.fixture
 def shards() -> tuple[Tensor, Tensor]:
-    """A fused weight whose shards have scales of their own."""
+    """Return a fused weight whose parts (shards) have separate scales."""
     parts = [torch.randn(n, 16) * 2.0**i for i, n in enumerate(WIDTHS)]
     found = [quantized(p, per_row=False) for p in parts]
     codes = torch.cat([c.view(torch.uint8) for c, _ in found]).view(FP8)

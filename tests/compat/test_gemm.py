@@ -1,4 +1,4 @@
-"""``enable_fp8_gemm`` and its layer: when it is FP8, what it keeps, what is saved and read."""
+"""``enable_fp8_gemm`` and its layer: when it is FP8, what it keeps, what it saves and loads."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_codes_are_not_taken_for_numbers() -> None:
 
 
 def published(layer: FP8Linear) -> tuple[Any, Any]:
-    """Give codes and scales under the names that the library's users read them by."""
+    """Return codes and scales by the names that users of the original library read."""
     return layer._fp8_weight, layer._fp8_weight_scale
 
 

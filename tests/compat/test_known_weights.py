@@ -1,4 +1,4 @@
-"""A weight is brought into the core's form once, and again when it or its scale changes."""
+"""A weight is converted to the core's form once, and again when it or its scale changes."""
 
 from __future__ import annotations
 

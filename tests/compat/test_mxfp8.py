@@ -15,7 +15,7 @@ N, K = 40, 96
 
 
 def by_hand(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize blocks of 32 with the least power of two by which 448 holds the largest element.
+    """Quantize blocks of 32; the scale is the least power of two under which amax fits into 448.
 
     ``448 = 0.875 * 2^9``, so the exponent of ``m * 2^e`` is ``e - 9``, or one more if
     ``m > 0.875``.
@@ -28,7 +28,7 @@ def by_hand(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def swizzled_by_hand(scale: Tensor) -> Tensor:
-    """Place each byte where the documentation of cuBLAS says."""
+    """Swizzle scales byte by byte, as the documentation of cuBLAS says."""
     rows, cols = scale.shape
     wide = -(-cols // 4)
     out = torch.zeros(-(-rows // 128) * wide * 512, dtype=torch.uint8)

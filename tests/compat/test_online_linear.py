@@ -1,4 +1,4 @@
-"""Online methods for linear layers: weights that arrive dense are quantized once each time."""
+"""Online methods for linear layers: each weight that arrives dense is quantized once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def weight_of(seed: int) -> Tensor:
 
 
 def check(scheme: str, layer: nn.Module, w: Tensor) -> None:
-    """Compare what a layer holds with the core's codes, in the shapes of vLLM."""
+    """Compare a layer's tensors with the core's codes and scales, in the shapes of vLLM."""
     q = fp8kit.quantize(w, SCHEMES[scheme].weight, role="weight")
     turned = scheme in ("FP8_TENSOR", "FP8_DYNAMIC")
     assert layer.weight.shape == ((K, N) if turned else (N, K))

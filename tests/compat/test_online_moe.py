@@ -76,9 +76,9 @@ def by_hand(
 
 
 def check(y: Tensor, wanted: Tensor) -> None:
-    """Two products in a row have two draws of the error of one, and what SiLU makes of the first.
+    """Check the error of two GEMMs in a row: two draws of one GEMM's error, and SiLU's part.
 
-    It multiplies two results of the first product, which doubles its share at most.
+    SiLU and gate multiply two results of the first GEMM, which at most doubles its share.
     """
     lower, upper = SCHEME_ERROR["FP8_TENSOR"]
     assert y.dtype == torch.bfloat16

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent
 
 
 def public() -> set[str]:
-    """Return what ``from fp8kit.compat import`` offers, but for its own files."""
+    """Return the names that ``fp8kit.compat`` exports, without its submodules."""
     files = {p.stem for p in Path(compat.__path__[0]).glob("*.py")}
     return {n for n in dir(compat) if not n.startswith("_")} - files
 
@@ -24,7 +24,7 @@ def without_row(names: set[str]) -> set[str]:
 
 
 def without_test(rows: Iterable[Name]) -> list[str]:
-    """Name rows whose test does not exist, or never says the name."""
+    """Return rows whose test does not exist or does not mention the name."""
     found = []
     for row in rows:
         file, _, test = row.test.partition("::")

@@ -57,7 +57,7 @@ def test_weights_of_another_kind_of_tensor_are_named() -> None:
 
 
 class Scaled(nn.TransformerEncoderLayer):
-    """Has a ``forward`` of its own, without the fast path of its parent."""
+    """Has its own ``forward``, without the fast path of its parent."""
 
     def forward(self, src: Tensor, *_: Any, **__: Any) -> Tensor:
         src = src + 0.5 * self._sa_block(self.norm1(src), None, None)
@@ -65,7 +65,7 @@ class Scaled(nn.TransformerEncoderLayer):
 
 
 class Doubled(nn.TransformerEncoderLayer):
-    """Runs that of its parent."""
+    """Calls the ``forward`` of its parent."""
 
     @torch.no_grad()
     def forward(self, src: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -192,7 +192,7 @@ def enclosed(layer: nn.Module) -> Any:
 
 
 REGISTRY: dict[str, nn.Module] = {}
-# how something holds a layer, and how code gets at it there
+# by container: how it holds a layer, and how code reads the layer from it
 HOLDERS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any], Any]]] = {
     "list": (cyclic, lambda held: held[0]),
     "dict": (lambda m: {"a": {"b": {"c": {"d": [m]}}}}, lambda held: held["a"]["b"]["c"]["d"][0]),
@@ -282,7 +282,7 @@ def test_a_layer_of_which_a_part_is_held_stays_dense(kind: str) -> None:
 
 
 def test_how_a_layer_is_printed_is_no_part_of_it() -> None:
-    """torchao says of a layer in what form its weight is."""
+    """torchao changes how a layer is printed, to show the form of its weight."""
     model = Listing("list")
     describe = types.MethodType(functools.partial(lambda text, layer: text, "int8"), model.proj)
     model.proj.extra_repr = describe  # type: ignore[method-assign]
@@ -304,7 +304,7 @@ def test_a_tensor_that_lies_behind_a_weight_may_be_held() -> None:
 
 
 class Mirrored(nn.Module):
-    """Multiplies by a weight once in its layer and once beside it."""
+    """Multiplies by a weight in its layer, and again outside the layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ class Slots(nn.Linear):
 
 
 def test_a_class_with_slots_stays_dense() -> None:
-    """Python turns none of its instances into those of another class."""
+    """Python cannot change the class of an instance with slots."""
     model = nn.Sequential(Slots(128, 128), nn.Linear(128, 128))
     report = fp8kit.convert(model, include=["0", "1"])
     assert [r.name for r in report.converted] == ["1"]

@@ -1,4 +1,4 @@
-"""What experts compute besides their form shows in a trial, and keeps them dense."""
+"""A trial run shows if experts compute more than the known formula, which keeps them dense."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ E, H, N = 6, 128, 64
 
 
 class Loop(nn.Module):
-    """Experts as model files write them."""
+    """Experts in a loop, as typical model files write them."""
 
     def __init__(self, act_fn: Any = None) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_experts_without_any_of_it_convert() -> None:
 
 
 def test_many_experts_are_tried_each() -> None:
-    """The twin is small, and has them all."""
+    """The copy for the trial is small, but has all experts."""
 
     class Many(Loop):
         def __init__(self, odd: int) -> None:

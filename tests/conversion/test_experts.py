@@ -1,4 +1,4 @@
-"""Stacks of experts become FP8: recognised by what they compute, compared with plain torch."""
+"""Stacks of experts become FP8: recognised by their results, compared with plain torch."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def experts_in(model: nn.Module) -> list[ExpertTensors]:
 
 
 def rounded(x: Tensor, group: fp8kit.GroupShape) -> Tensor:
-    """Quantize and decode; gradients pass as if nothing had happened."""
+    """Quantize and dequantize; gradients pass unchanged."""
     return x + (fp8kit.dequantize(fp8kit.quantize(x.detach(), group)) - x.detach())
 
 
 def reference(module: Any, x: Tensor, ids: Tensor, weights: Tensor, scheme: Scheme) -> Tensor:
-    """Compute experts in fp32 from decoded weights, with the module's own gate."""
+    """Compute experts in fp32 from dequantized weights, with the module's own gate."""
     up, down = (fp8kit.dequantize(module.quantized(name)) for name in module.stacks.names)
     assert scheme.activation is not None
     rows, total = rounded(x.float(), scheme.activation), torch.zeros(x.shape)
@@ -249,7 +249,7 @@ def test_kept_stacks_follow_what_is_loaded() -> None:
 
 
 class Own(nn.Module):
-    """Experts under names of their own, without a gate."""
+    """Experts with unusual parameter names, without a gate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,7 +296,8 @@ def test_an_unknown_gate_runs_between_two_products() -> None:
     (module,) = experts_in(model)
     x, ids, weights = routed(module)
     expected = reference(module, x, ids, weights, Scheme.of("FP8_DYNAMIC"))
-    # the second input is quantized per token here, and not in groups of 128: the same, of 128.
+    # The second GEMM's input is quantized per token, not in groups of 128; with 128 columns that is
+    # the same.
     # It is rounded to bf16 first, by 2**-9, which takes one in 32 to the next code, 2**-3 away.
     assert numerics.relative_error(module(x, ids, weights).float(), expected) < 2**-3 / 32**0.5
 
@@ -328,7 +329,7 @@ def test_a_registered_class_converts_if_it_computes_what_is_said() -> None:
 
 
 class Plain(nn.Module):
-    """Experts as model files write them, with one thing more."""
+    """Experts as typical model files write them, with one addition."""
 
     def __init__(self, more: str = "") -> None:
         super().__init__()
@@ -465,7 +466,7 @@ def test_experts_that_are_fp8_already_are_left_alone() -> None:
 
 
 def test_converting_needs_no_second_copy_of_the_stacks() -> None:
-    """Codes are half of a stack; what is made on the way is of one expert."""
+    """Codes take half of a stack; temporary tensors have the size of one expert."""
     model = tiny("Mixtral", num_hidden_layers=1, num_local_experts=16)
     module = model.model.layers[0].mlp.experts
     largest = max(p.nbytes for p in module.parameters())
@@ -487,7 +488,7 @@ def test_converting_needs_no_second_copy_of_the_stacks() -> None:
 
 
 def test_the_default_dtype_decides_nothing() -> None:
-    """Loaders make 16 bit the default while they ask, and some classes compute in fp32."""
+    """Loaders make a 16-bit dtype the default meanwhile, and some classes compute in fp32."""
     kind = transformers.OpenAIPrivacyFilterConfig
     from transformers.models.openai_privacy_filter import modeling_openai_privacy_filter as theirs
 

@@ -1,4 +1,4 @@
-"""What a norm computes is found out by trying it, never by its name."""
+"""A norm is recognised by a trial run, never by its name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fp8kit.modules.shared_input import SharedInput
 
 
 class Odd(LlamaRMSNorm):
-    """A namesake that does something else."""
+    """Has the name of a known norm and another formula."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return super().forward(hidden_states) * 1.05
@@ -42,7 +42,7 @@ class L1Norm(LlamaRMSNorm):
 
 
 class OwnEpsilon(nn.RMSNorm):
-    """What the documents of torch promise: the epsilon of the dtype of the input."""
+    """Uses the epsilon of the input's dtype, as torch's documentation promises."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.rms_norm(x, (256,), self.weight, torch.finfo(x.dtype).eps)
@@ -109,7 +109,7 @@ def test_a_norm_is_left_as_it_was() -> None:
 
 
 def test_a_module_of_modules_is_asked_for_no_epsilon() -> None:
-    """Models of diffusers warn of attributes that their config has."""
+    """Models of diffusers warn if code reads an attribute that is in their config."""
 
     asked: list[str] = []
 
@@ -138,7 +138,7 @@ def test_activations() -> None:
     assert not can_produce(nn.SiLU(inplace=True))  # its input may be read again
 
     class Louder(nn.SiLU):
-        """A subclass: its forward is unknown."""
+        """A subclass, whose forward is unknown."""
 
     assert not can_produce(Louder())
 

@@ -1,4 +1,4 @@
-"""Links: how they are written, which families have them, and what is refused."""
+"""Links (a norm or activation -> its consumers): syntax, families' own links, refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def own() -> nn.Module:
     return nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({**layers, **odd})])})
 
 
-def test_rules() -> None:
+def test_rules_are_parsed_into_links() -> None:
     assert Link.parse("a", "norm -> x.q x.k") == Link("a", "norm", ("x.q", "x.k"))
     assert Link.parse("", "  q   k ") == Link("", None, ("q", "k"))
     assert Link.parse("a.b", "act -> fc").layers == ("a.b.fc",)
@@ -140,7 +140,7 @@ def test_a_decoder_layer_and_a_namesake() -> None:
     ]
 
     class Mine(LlamaDecoderLayer):
-        """A subclass elsewhere: nobody read its code."""
+        """A subclass in another module, whose code is unknown."""
 
     with torch.device("meta"):
         assert family_links(nn.ModuleDict({"0": Mine(config, 0)})) == []
@@ -175,7 +175,7 @@ TINY = {
     "n_routed_experts": 16,
     "moe_intermediate_size": 64,
 }
-# how many links a decoder layer has; mixtures of experts have no feed-forward that is read alone
+# number of links in a decoder layer; mixtures of experts have no feed-forward with one consumer
 LINKS = {
     **dict.fromkeys(("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3"), 2),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "granite", "helium", "smollm3"), 2),

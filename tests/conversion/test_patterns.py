@@ -1,4 +1,4 @@
-"""Names of layers: what patterns match, and what the default exclusions keep dense."""
+"""Names of layers: what patterns match, and which names the defaults keep dense."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def fp8_names(model: nn.Module) -> list[str]:
 
 
 def snapshot(model: nn.Module) -> dict[str, tuple[int, int, type]]:
-    """Describe a model so that any replacement or write shows."""
+    """Return a description of a model that changes with every replacement or write."""
     modules = {n: (id(m), 0, type(m)) for n, m in model.named_modules()}
     tensors = {
         f"{n} ": (id(p), p._version, type(p))
@@ -80,7 +80,7 @@ def reasons(report: fp8kit.Report) -> dict[str, str]:
 
 
 def unconverted(model: nn.Module) -> fp8kit.Report:
-    """Convert a model of which no layer can become FP8."""
+    """Convert a model in which no layer can become FP8."""
     with pytest.warns(UserWarning, match=r"^No layer becomes FP8: "):
         report = fp8kit.convert(model)
     assert not report.converted
@@ -265,15 +265,15 @@ class Sized:
 
 
 class Mixed(nn.Linear, Sized):
-    """Has a method from a class that comes after its parent."""
+    """Inherits a method from a class that comes after its parent."""
 
 
 class Mark:
-    """Has nothing that other code may ask for."""
+    """Has no attribute that other code could read."""
 
 
 class Marked(Mark, Thin, Generic[T]):
-    """Computes as its parent, and is of classes without methods."""
+    """Computes like its parent; its other base classes have no methods."""
 
 
 def dispatched() -> nn.Linear:
@@ -401,7 +401,7 @@ def test_a_subclass_that_follows_the_dtype_of_its_input_converts(
 
 
 class Precise(nn.Linear):
-    """Computes in another dtype if it is told to, and fills its weight itself."""
+    """Computes in another dtype if it is set, and initialises its weight itself."""
 
     def __init__(self, precision: torch.dtype | None) -> None:
         super().__init__(D, D)
@@ -454,7 +454,7 @@ GATHERED: list[torch.Size] = []
 
 
 class Gathered(nn.Linear):
-    """Adds up what several processes have, where it is told to."""
+    """Adds up the results of several processes if it is set to."""
 
     def __init__(self) -> None:
         super().__init__(D, D)
@@ -486,25 +486,25 @@ def test_a_subclass_with_more_than_its_parent_converts_on_request() -> None:
 
 
 def images(own: nn.Linear, x: Tensor) -> Tensor:
-    """Takes the channels of images from their second dimension."""
+    """Expects the channels of images in their second dimension."""
     return dense(own, x) if x.dim() < 4 else dense(own, x.movedim(1, -1)).movedim(-1, 1)
 
 
 def clearing(own: nn.Linear, x: Tensor) -> Tensor:
-    """Leaves nothing of its input to others."""
+    """Clears its input."""
     y = dense(own, x)
     x.zero_()
     return y
 
 
 def paying(own: nn.Linear, x: Tensor) -> Tensor:
-    """Rounds its weight where that pays."""
+    """Rounds its weight if that pays off."""
     weight = own.weight if own.in_features % 32 else own.weight * 64 // 1 / 64
     return nn.functional.linear(x, weight, own.bias)
 
 
 def lone(own: nn.Linear, x: Tensor) -> Tensor:
-    """Takes one row for that of a running generation."""
+    """Treats a single row as a step of a running generation."""
     return dense(own, x) * (2 if x.shape[:-1].numel() == 1 and x.dim() == 2 else 1)
 
 
@@ -538,7 +538,7 @@ def test_the_trial_of_a_subclass_can_fail(kind: str) -> None:
 
 
 class Folding(nn.Linear):
-    """Takes tokens of sequences only."""
+    """Accepts only tokens of sequences."""
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, _ = x.shape
@@ -782,7 +782,7 @@ def test_matrices_outside_linear_layers_are_reported() -> None:
             self.pos_embed = nn.Parameter(torch.zeros(1, 197, D))
 
     class Linear(Experts):
-        """As torch_geometric has one."""
+        """A linear layer with the code of torch_geometric's."""
 
     held = {"experts": Experts(), "own": Linear(), "fc": nn.Linear(D, D), "rnn": nn.GRUCell(D, D)}
     report = fp8kit.plan(nn.ModuleDict({**held, "vit": Places()})).report
@@ -804,7 +804,7 @@ def test_the_report_says_that_a_cpu_gains_no_time() -> None:
 
 
 def test_the_report_says_where_many_rows_gain_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As MX on Hopper: products of few rows, decoded weights for many."""
+    """MX on Hopper: an FP8 GEMM for few rows, dequantized weights for many."""
 
     def backend(rows: range) -> MatmulBackend:
         return MatmulBackend(

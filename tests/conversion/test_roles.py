@@ -1,4 +1,4 @@
-"""What layers do, by the class that holds them and by name."""
+"""The roles of layers, from the class of the module around them and from names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of layers with one input, found by name and by watching a run."""
+"""Siblings (layers with one input), found by name and by watching a run."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Norm(nn.Module):
 
 
 class Own(nn.Module):
-    """A block that no table knows."""
+    """A block that is in no table of model families."""
 
     def __init__(self, stray: bool = False) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ def test_a_rule_about_what_never_runs_is_refused() -> None:
 
 
 class Writing(nn.Module):
-    """A block that writes into the input of its activation before that is read."""
+    """A block that overwrites the input of its activation before the activation is read."""
 
     def __init__(self, act: nn.Module) -> None:
         super().__init__()

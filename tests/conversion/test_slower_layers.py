@@ -1,4 +1,4 @@
-"""Layers that FP8 does not make faster stay as they are, at the row counts they serve."""
+"""Layers that FP8 does not make faster at the given row counts stay dense."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ JOINED = ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "FP8_WEIGHT_ONLY")
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int], str], None]:
-    """Return a function that lets layers lie on a GPU that need not be here."""
+    """Return a function that makes layers claim to be on a GPU, which need not exist."""
 
     def pretend(capability: tuple[int, int], name: str) -> None:
         real = slower_layers.linear_problem

@@ -1,4 +1,4 @@
-"""Planning runs classes of the model on random numbers; model and seeds stay as they were."""
+"""Planning runs the model's classes on random numbers, and changes neither model nor seeds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONFIG = LlamaConfig(
 
 
 class Counts:
-    """Leaves its mark in a buffer, a list, a child, and the seeds."""
+    """Changes a buffer, a list, a child and the seeds when it runs."""
 
     def mark(self: Any) -> None:
         if "marks" not in vars(self):

@@ -25,8 +25,8 @@ from fp8kit.runtime import settings
 PATH = "fp8kit.matmul.reference"
 GPU = {"sm80": (8, 0), "sm89": (8, 9), "sm90": (9, 0), "sm100": (10, 0), "sm120": (12, 0)}
 
-# What must run where. A backend that learns more is free to; one that loses a row fails here, so
-# no bug can turn the suite green by declining everything.
+# Problems that each backend must accept. A backend may learn more, but not lose a row: no bug can
+# make the tests pass by declining everything.
 MUST_RUN = {
     "hopper_gemm": {
         "sm80": (),
@@ -54,7 +54,7 @@ MUST_RUN_ROWS = [
     for device, schemes in devices.items()
     for scheme in schemes
 ]
-# what the hardware or the library cannot do, and the word that must be in the reason
+# problems that the hardware or library cannot compute, and a word that the reason must contain
 MUST_DECLINE_ROWS = [
     ("torch_native", "sm80", "FP8_DYNAMIC", "sm89"),
     ("torch_native", "sm89", "FP8_BLOCK", "sm90 only"),
@@ -68,7 +68,7 @@ MUST_DECLINE_ROWS = [
 
 
 def faked(scheme: str, place: str, /, **changes: object) -> matmul.MatmulProblem:
-    """Describe a layer on hardware that need not be here."""
+    """Describe a layer on hardware that need not exist here."""
     kind = "cpu" if place == "cpu" else "cuda"
     values = {
         "m": 16,
@@ -176,7 +176,7 @@ def test_batch_invariance_is_served_everywhere_and_never_by_a_library(
     )
 
 
-# whose sums have one order whatever M is; everyone else declines with a reason
+# backends whose order of sums does not depend on M; all others decline with a reason
 INVARIANT = ("triton_gemm", "reference")
 
 
@@ -195,7 +195,7 @@ def test_batch_invariance_is_promised_or_declined(backend: str, place: str) -> N
 
 @pytest.mark.parametrize("place", [*GPU, "cpu"])
 def test_invariance_reaches_one_backend_at_every_row_count(place: str) -> None:
-    """Two backends would be two orders of summation."""
+    """Two backends would sum in two different orders."""
     for scheme, device in itertools.product(SCHEMES, ("", "NVIDIA H200")):
         problems = [
             faked(scheme, place, batch_invariant=True, m=2**i, device=device) for i in range(15)
@@ -269,7 +269,7 @@ class Toy:
 
 @dataclass(frozen=True)
 class Timed:
-    """A problem that three backends take, two of which were timed."""
+    """A problem that three backends support; two of them were timed."""
 
     us: tuple[tuple[str, float], ...]
     device_type: str = "cpu"
@@ -361,7 +361,7 @@ def test_what_was_rejected_runs_only_if_it_is_named(timed_table: dispatch.Backen
     choice = choose.__wrapped__(timed_table, problem)
     assert choice.implementation is None
     assert all("computed something else" in why for _, why in choice.declined)
-    # it may have been mended, and is measured anew
+    # the backend may have been fixed meanwhile, so it is measured again
     assert choose.__wrapped__(timed_table, problem, "second").backend == "second"
 
 
@@ -592,7 +592,7 @@ def test_every_backend_can_be_disabled_by_name() -> None:
 def test_a_gpu_of_amd_is_no_hopper(
     monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]
 ) -> None:
-    gpu = torch.device("cuda", 99)  # what is known of a GPU is kept
+    gpu = torch.device("cuda", 99)  # facts about a GPU are cached
     faked_cuda(
         get_device_capability=lambda _: (9, 4), get_device_name=lambda _: "AMD Instinct MI300X"
     )

@@ -1,4 +1,4 @@
-"""Tables of measured times: what is in them, of which layers they speak, where they are kept."""
+"""Tables of measured times: their content, which layers they apply to, where they are stored."""
 
 from __future__ import annotations
 

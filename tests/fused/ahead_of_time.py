@@ -15,7 +15,7 @@ from fp8kit.fused import triton_attention, triton_rotary
 
 
 def main() -> None:
-    """Print one JSON object: variant to counts."""
+    """Print one JSON object: counts by variant."""
     found: dict[str, dict[str, int]] = {}
 
     def compiled(kernel: Any, blocks: int, *arguments: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Attention of one token: against float64, what masks hide, chunks, strides, fallbacks."""
+"""Attention of one token, compared with float64: masks, chunks, strides, fallbacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public fused functions: what they return, what they refuse, how compilers see them."""
+"""The public fused functions: results, refusals, and how compilers see them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Calls = dict[str, tuple[Callable[..., QTensor], Tensor]]
 
 
 def calls(o: dict[str, Tensor]) -> Calls:
-    """Pair every public function, of options, with the unfused result that it quantizes."""
+    """Pair every public function, taking options, with the unfused result that it quantizes."""
     r, modulation = reference, (o["gain"], o["shift"])
     return {
         "rms": (

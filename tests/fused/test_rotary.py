@@ -1,4 +1,4 @@
-"""Rotary embedding in one launch: the bits of eager torch, whatever the strides."""
+"""Rotary embedding in one launch gives the bits of eager torch, for any strides."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def device(device: torch.device) -> torch.device:
 
 
 def heads(x: Tensor, count: int) -> Tensor:
-    """Return ``[batch, heads, tokens, width]`` as a model makes it of a product's result."""
+    """Return ``[batch, heads, tokens, width]``, as a view of a GEMM's result as in a model."""
     return x.unflatten(-1, (count, -1)).transpose(1, 2)
 
 

@@ -119,7 +119,7 @@ def assert_same(found: tuple[Tensor | None, ...], expected: tuple[Tensor | None,
 
 
 def canonical(x: Tensor) -> Tensor:
-    """Return every NaN of a sum or a scale one sign and payload, which IEEE leaves open."""
+    """Give every NaN of a sum or scale the same sign and payload, which IEEE leaves open."""
     return x if x.dtype.itemsize == 1 else x.masked_fill(x.isnan(), torch.nan)
 
 

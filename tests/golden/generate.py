@@ -1,8 +1,8 @@
-"""The golden checkpoints: one tiny folder per dialect, to its published layout.
+"""Write the golden checkpoints: a tiny folder for each dialect, in its published layout.
 
-What a dialect looks like and what its numbers mean is told here from each format's own description,
-without this package. ``PYTHONPATH=tests python -m golden.generate`` writes them again; the tests
-compare the files byte for byte.
+A dialect is one tool's way to store FP8. Layout and numbers follow each format's own description,
+without code of this package. ``PYTHONPATH=tests python -m golden.generate`` writes the files again;
+the tests compare them byte for byte.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def fp8_method() -> dict[str, Golden]:
     }
     fnuz = by_tensor("weight_scale", "", ())
     for layer in (OUT, DOWN):
-        # the same bits are half the value; 0x80 is NaN and 0x7F is 240, which e4m3fn has not
+        # in e4m3fnuz the same bits are half the value; 0x80 is NaN, and 0x7F is 240, NaN in e4m3fn
         raw = fnuz["tensors"][f"{layer}.weight"].view(torch.uint8)
         raw = torch.where((raw & 127) < 1, 0, raw).to(torch.uint8)
         fnuz["tensors"][f"{layer}.weight"] = raw.view(torch.float8_e4m3fnuz)
@@ -186,7 +186,7 @@ def fbgemm() -> dict[str, Golden]:
 
 
 def fp4(experts: int, n: int, k: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return blocks, scales and values of a stack as GPT-OSS packs it."""
+    """Return packed blocks, scales and values of a stack in the layout of GPT-OSS."""
     halves = codes(experts, n, k // 32, 32, seed=seed) & 15
     blocks = halves[..., 0::2] | halves[..., 1::2] << 4
     known = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
@@ -223,7 +223,7 @@ def mxfp4() -> dict[str, Golden]:
 
 
 def nvfp4_weight(n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return packed codes, scales and values of a matrix whose rows are FP8 rows, exactly.
+    """Return packed codes, scales and values of a matrix that row-wise FP8 represents exactly.
 
     The largest value of a row is 4 * 28 = 448 / 4, the other scales are powers of two.
     """
@@ -419,7 +419,7 @@ def quark() -> dict[str, Golden]:
 
 
 def without_a_config() -> dict[str, Golden]:
-    """Return the dialects whose tensors say everything: Mistral's own, ComfyUI, LoRAX."""
+    """Return the dialects that need no config, only tensors: Mistral's own, ComfyUI, LoRAX."""
     names = {OUT: "layers.0.attention.wo", DOWN: "layers.0.feed_forward.w2"}
     found = by_tensor("qscale_weight", "qscale_act", ())
     for ours, native in names.items():

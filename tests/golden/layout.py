@@ -1,6 +1,6 @@
-"""What golden checkpoints are made of: codes, scales and files, spelled out a second time.
+"""Codes, scales and files of the golden checkpoints, implemented independently of the package.
 
-Nothing of the package is used here, not even to write a safetensors file.
+Neither the package nor the safetensors library is used, not even to write a file.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Golden:
 
     Args:
         tensors: name on disk to tensor.
-        quantization: the quantization config; ``None`` for none.
-        truth: name of each layer to the values of its weight, fp32.
-        schemes: name of the scheme of each layer; one word if they have the same.
+        quantization: the quantization config; ``None`` if there is none.
+        truth: values of the weight, fp32, by layer.
+        schemes: name of the scheme by layer; a single name if all layers have the same.
         dialect: name of the dialect.
-        writable: the package writes this dialect, and then these very bytes.
+        writable: whether the package writes this dialect; it must then write exactly these bytes.
         extra: further JSON files.
         metadata: texts in the safetensors header.
         file: name of the safetensors file.
-        inputs: scale of the activations of each layer.
+        inputs: scale of the activations by layer.
         cache: scales of the KV cache.
     """
 
@@ -98,7 +98,7 @@ def power(bytes_: Tensor) -> Tensor:
 
 
 def spread(scale: Tensor, shape: tuple[int, ...], rows: int, cols: int) -> Tensor:
-    """Repeat each scale over its rows and columns, and crop what sticks out."""
+    """Repeat each scale over its rows and columns, and crop the result to the shape."""
     wide = scale.repeat_interleave(rows, -2).repeat_interleave(cols, -1)
     return wide[..., : shape[-2], : shape[-1]]
 
@@ -120,7 +120,7 @@ W1, W2 = codes(24, 32), codes(20, 64, seed=5)
 
 
 def by_tensor(weight_scale: str, input_scale: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return two layers with one scale each, and one for their activations if it has a name."""
+    """Return two layers with one weight scale each, and an input scale each if that has a name."""
     tensors, inputs = rest(), {}
     for i, (layer, w) in enumerate(((OUT, W1), (DOWN, W2))):
         tensors[f"{layer}.weight"] = fp8(w)
@@ -196,7 +196,7 @@ def write(golden: Golden, folder: Path) -> None:
 
 
 def packed(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
-    """Give the bytes of a safetensors file: size of the header, header, data, wide dtypes first."""
+    """Return a safetensors file: size of the header, header, data; wide dtypes come first."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     data = b""
     for name in sorted(tensors, key=lambda n: (-tensors[n].itemsize, n)):

@@ -1,8 +1,8 @@
-"""What works with other libraries, and the test that shows it: the tables of docs/integrations.md.
+"""The tables of docs/integrations.md: what works with other libraries, and the test that shows it.
 
     python tests/integrations/matrix.py
 
-writes them. A line is added here, with the test that shows it, and nowhere else.
+writes them. To add a line, add a ``Row`` with its test here, and run this.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One thing a user does: whether it works, how, and the test, as a path below ``tests``."""
+    """A use of a library: whether it works, how, and the test as a path below ``tests``."""
 
     outcome: Literal["works", "refused", "untested"]
     feature: str
@@ -27,7 +27,7 @@ class Row:
     how: str = ""
 
 
-# a library by the name of its distribution, with a line of constraints.txt
+# by library: the name of its distribution, which must have a line in constraints.txt
 MATRIX: dict[str, tuple[Row, ...]] = {
     "transformers": (
         Row("works", "`from_pretrained(quantization_config=fp8kit.Fp8KitConfig())`",
@@ -102,7 +102,7 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         Row("works", "an FP8 cache and sliding windows",
             "integrations/test_kv_cache.py::test_a_window_slides_as_that_of_transformers"),
         Row("refused", "a static FP8 cache: `crop`, other batches; gradients into a cache",
-            "integrations/test_kv_cache.py::test_what_is_refused"),
+            "integrations/test_kv_cache.py::test_caches_refuse_wrong_scales_and_arguments"),
         Row("refused", "an FP8 cache for hybrid layers",
             "integrations/test_kv_cache.py::test_kinds_of_layers_without_such_a_cache_are_named"),
     ),

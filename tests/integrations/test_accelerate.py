@@ -1,4 +1,4 @@
-"""accelerate places FP8 layers: hooks bring weights from the CPU or disk, and lose no bit."""
+"""FP8 layers placed by accelerate: its hooks load weights from CPU or disk, bit for bit."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_weight_moved_by_name_stays_a_plain_parameter() -> None:
 
 
 class Empty(nn.Module):
-    """A block of FP8 layers that wait for their tensors."""
+    """A block of FP8 layers without tensors yet."""
 
     def __init__(self, dense: nn.Module) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def test_the_dtype_of_a_load_is_that_of_biases_alone(
 
 
 def other(made: nn.Module) -> dict[str, Tensor]:
-    """Dense weights of the shapes of a model, other than those it was made from."""
+    """Return new dense weights with the shapes of a model."""
     torch.manual_seed(1)
     return {
         name: 3 * torch.randn(p.shape)

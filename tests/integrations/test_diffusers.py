@@ -43,7 +43,7 @@ MODULATION = ("norm", "mod.", "modulation", "embed")
 
 
 def dense(kind: str, path: Path) -> Any:
-    """Return a model in bf16 that also lies in a folder."""
+    """Return a model in bf16 that is also saved in a folder."""
     torch.manual_seed(0)
     name, sizes = of_diffusers.MODELS[kind]
     model = getattr(diffusers, name)(**sizes).to(BF16).eval()
@@ -358,7 +358,7 @@ def test_group_offload_changes_no_bit(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["block", "disk"])
 def test_what_is_offloaded_in_groups_stays_dense(how: str, tmp_path: Path) -> None:
-    """The weights of a group on disk are nothing to quantize until it is called."""
+    """A group that is offloaded to disk has no weights to quantize until it is called."""
     pytest.importorskip("accelerate")
     model = dense("FluxTransformer2DModel", tmp_path / "dense")
     given = inputs(model)
@@ -374,7 +374,7 @@ def test_what_is_offloaded_in_groups_stays_dense(how: str, tmp_path: Path) -> No
 
 
 def caches(step: list[int]) -> dict[str, Any]:
-    """Return diffusers' caches between the steps of a sampler; ``step`` has the current one."""
+    """Return diffusers' caches between the steps of a sampler; ``step`` holds the current step."""
     ranges = {"spatial_attention_timestep_skip_range": (-1, 950)}
     ranges["current_timestep_callback"] = lambda: 1000 - 100 * step[0]  # type: ignore[assignment]
     weight = {"attention_weight_callback": lambda _: 0.5, "is_guidance_distilled": True}
@@ -404,7 +404,7 @@ CACHED = [
 @pytest.mark.usefixtures("fuses_on_cpu")
 @pytest.mark.parametrize(("kind", "cache"), CACHED)
 def test_caches_between_steps_meet_fused_layers(kind: str, cache: str, tmp_path: Path) -> None:
-    """What a cache keeps and skips is the same whatever the activations wait for."""
+    """A cache keeps and skips the same values, although fused activations are deferred."""
     model = dense(kind, tmp_path)
     given = inputs(model)
     step, results = [0], dict[str, list[Tensor]]()
@@ -525,7 +525,7 @@ def original(model: Any) -> dict[str, Tensor]:
 
 
 def fp8r(tensors: dict[str, Tensor], within: tuple[str, ...]) -> dict[str, Tensor]:
-    """Quantize as Black Forest Labs do: per row, fp32 scales ``[N]``."""
+    """Quantize like Black Forest Labs: per row, fp32 scales ``[N]``."""
     found = dict(tensors)
     for name, tensor in tensors.items():
         if name.startswith(within) and name.endswith(".weight") and tensor.dim() == 2:

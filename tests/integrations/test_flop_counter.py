@@ -1,4 +1,4 @@
-"""torch's counter of operations counts products of FP8 layers as those of dense ones."""
+"""torch's FLOP counter counts the GEMMs of FP8 layers like those of dense ones."""
 
 from __future__ import annotations
 

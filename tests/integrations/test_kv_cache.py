@@ -1,4 +1,4 @@
-"""FP8 KV caches against caches of Transformers that hold the same numbers in high precision."""
+"""FP8 KV caches, compared with Transformers' caches of the same values in high precision."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class FakeStaticLayer(StaticLayer):
 
 
 def fake_cache(model: Any, room: int = 0) -> Any:
-    """Return a cache of Transformers whose layers round what they are given."""
+    """Return a cache of Transformers whose layers round keys and values to FP8."""
     cache = DynamicCache(config=model.config)
     if room:
         cache = StaticCache(config=model.config, max_cache_len=room)
@@ -141,7 +141,7 @@ def test_memory_halves(nano: Any, tokens: Tensor) -> None:
 
 
 def with_scales(model: Any) -> Any:
-    """Leave scales where ``fp8kit.load`` leaves those of a checkpoint."""
+    """Store scales where ``fp8kit.load`` stores those of a checkpoint."""
     for module in model.modules():
         if hasattr(module, "layer_idx") and hasattr(module, "k_proj"):
             module.cache_scales = {"k_scale": torch.tensor([0.05]), "v_scale": torch.tensor([0.02])}
@@ -166,7 +166,7 @@ def test_perplexity_is_that_of_rounded_states(nano: Any, tokens: Tensor) -> None
 
 
 def test_what_was_said_is_found_again(nano: Any, tokens: Tensor) -> None:
-    """A text comes twice: the second time the model copies it out of the cache."""
+    """A text occurs twice: the second time the model copies it out of the cache."""
     half = 96
     twice = torch.cat([tokens[:, :half]] * 2, 1)
 
@@ -219,7 +219,7 @@ def test_a_window_slides_as_that_of_transformers(static: bool) -> None:
     for part in (ids[:, :11], ids[:, 11:12], ids[:, 12:13], ids[:, 13:]):
         wanted = model(part, past_key_values=theirs).logits
         found = model(part, past_key_values=ours).logits
-        # masks of another width order the same sums otherwise
+        # masks of another width change the order of the same sums
         assert numerics.relative_error(found, wanted) < 2**-7
     assert ours.nbytes < bytes_without_window(ids.shape[1])
 
@@ -310,7 +310,7 @@ def test_the_scales_of_a_checkpoint_serve_the_cache(target: str, tmp_path: Path)
     assert torch.equal(cache.layers[0].keys, wanted)
 
 
-def test_what_is_refused(nano: Any) -> None:
+def test_caches_refuse_wrong_scales_and_arguments(nano: Any) -> None:
     model = tiny()
     with pytest.raises(CheckpointError, match=r"no k_scale and v_scale for layer 0.*'token'"):
         fp8kit.Fp8Cache(model, "checkpoint")

@@ -1,4 +1,4 @@
-"""The table of what works with other libraries says what the tests show."""
+"""The table of what works with other libraries agrees with the tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def flaw(row: Row) -> str | None:
-    """Say what is wrong with a row: a test that nobody has, or that shows something else."""
+    """Return what is wrong with a row: its test does not exist, or shows something else."""
     if not row.test:
         return None if row.outcome == "untested" else "has no test"
     file, _, function = row.test.partition("::")

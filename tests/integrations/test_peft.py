@@ -1,4 +1,4 @@
-"""LoRA and its kin on FP8 layers: training, several adapters, merging, hot swap, refusals."""
+"""LoRA and similar adapters on FP8 layers: training, several at once, merging, swaps, refusals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotsw
 
 from fp8kit.integrations import peft as plugin  # noqa: E402
 
-# what peft says of its own adapters
+# peft's warnings about its own adapters
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
 SIZE, RANK = 128, 4
 
@@ -57,7 +57,7 @@ def inputs(rows: int = 16) -> Tensor:
 
 
 def adapted(base: nn.Module, *names: str, **options: Any) -> Any:
-    """Attach adapters that do something; the first one is active."""
+    """Attach adapters that change results; the first one is active."""
     config = peft.LoraConfig(**{"target_modules": ["0"], "r": RANK, **options})
     first, *others = names or ("default",)
     model = peft.get_peft_model(base, config, adapter_name=first)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint spread over a Ray cluster of this machine."""
+"""A checkpoint quantized by a Ray cluster on this machine, file by file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return all_bytes(path)
 
 
-def test_the_same_bytes(cluster: None, wanted: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_cluster_writes_the_bytes_of_one_process(
+    cluster: None, wanted: dict[str, bytes], tmp_path: Path
+) -> None:
     quantize_checkpoint(NANO, tmp_path / "out", RECIPE, runner=ray_runner(), progress=False)
     assert all_bytes(tmp_path / "out") == wanted
     assert os.listdir(tmp_path) == ["out"]
@@ -108,7 +110,7 @@ def test_what_a_worker_raises_arrives(
     with pytest.raises(ConversionError, match="the fourth file"):
         quantize_checkpoint(NANO, tmp_path / "out", RECIPE, runner=runner, progress=False)
     assert not (tmp_path / "out").exists()
-    # what the cluster left, this machine continues
+    # this machine continues what the cluster left unfinished
     quantize_checkpoint(NANO, tmp_path / "out", RECIPE, progress=False)
     assert all_bytes(tmp_path / "out") == wanted
 

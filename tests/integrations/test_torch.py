@@ -1,4 +1,4 @@
-"""What torch itself does with a model of FP8 layers, beyond the tests of the operators."""
+"""torch's own tools on a model of FP8 layers, beyond the tests of the operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's wrappers around converted models: they give what the model gives, or refuse in words."""
+"""torch's wrappers around converted models give the model's results, or raise a clear error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCHEMES = ["FP8_DYNAMIC", "FP8_TENSOR", "FP8_BLOCK", "MXFP8"]
 
 
 class Adapted(nn.Module):
-    """A converted model with adapters beside it, as LoRA puts them."""
+    """A converted model with adapters beside it, like LoRA's."""
 
     def __init__(self, scheme: str = "FP8_DYNAMIC", seed: int = 0) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def test_fully_shard_gathers_codes(mesh: Any, tmp_path: Path) -> None:
         mark_synchronized(layer.codes)
         layer.reshard()
     layer.unshard()
-    assert not hasattr(layer.codes, MARK)  # gathered anew, behind the counter of changes
+    assert not hasattr(layer.codes, MARK)  # gathered again, unseen by the counter of changes
     with pytest.raises(CheckpointError, match="sharded over several"):
         fp8kit.save(model, tmp_path / "saved")
 

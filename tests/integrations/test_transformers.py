@@ -1,4 +1,4 @@
-"""Transformers models: quantized while loading, loaded from FP8, saved for everyone."""
+"""Transformers models: quantized while loading, loaded from FP8, saved for all targets."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tiny(kind: str, tmp_path: Path, **changes: Any) -> Path:
-    """A random checkpoint in bf16."""
+    """Return the folder of a random checkpoint in bf16."""
     changes = {"intermediate_size": 256, "num_attention_heads": 4, **changes}
     tiny_experts.tiny(kind, **changes).save_pretrained(tmp_path / kind)
     return tmp_path / kind
@@ -117,7 +117,7 @@ def test_an_announced_format_that_no_weight_has_is_told(tmp_path: Path) -> None:
 
 
 def test_an_fp8_head_is_not_tied_to_embeddings(tmp_path: Path) -> None:
-    """ModelOpt and Quark quantize the head of a tied model, and leave the config as it was."""
+    """ModelOpt and Quark quantize the head of a tied model without changing its config."""
     save(converted("FP8_DYNAMIC"), tmp_path / "c")
     weight = load_file(tmp_path / "c" / "model.safetensors")["model.embed_tokens.weight"]
     q = fp8kit.quantize(weight, fp8kit.ROW, role="weight")
@@ -520,7 +520,7 @@ def test_a_model_is_filled_from_files_that_have_other_names(kind: str, tmp_path:
 
 
 def test_a_model_is_filled_from_files_that_join_its_layers(tmp_path: Path) -> None:
-    """Transformers cuts the qkv_proj of a file into three, and its up_gate_proj into two."""
+    """Transformers splits a file's qkv_proj into three parts, and its up_gate_proj into two."""
     sizes = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 96}
     config = transformers.GteConfig(num_hidden_layers=1, num_attention_heads=2, **sizes)
     dense, model = (transformers.GteModel(config).bfloat16() for _ in range(2))
@@ -860,7 +860,7 @@ def test_a_model_with_an_fp8_head_gets_other_words(words: int, scheme: str, tmp_
 
 
 def test_layers_whose_weight_is_read_are_decoded(tmp_path: Path) -> None:
-    """T5 casts to the dtype of the weight of ``wo``, which exporters quantize all the same."""
+    """T5 casts to the dtype of the weight of ``wo``, which exporters quantize nevertheless."""
     config = transformers.T5Config(
         d_model=128, d_kv=64, d_ff=128, num_layers=1, num_heads=2, vocab_size=64
     )
@@ -880,7 +880,7 @@ def test_layers_whose_weight_is_read_are_decoded(tmp_path: Path) -> None:
 
 
 def test_fp8_weights_that_other_layers_have_too_are_decoded(tmp_path: Path) -> None:
-    """Zamba has one block under several names, and its files have the first alone."""
+    """Zamba has one block under several names, and its files contain only the first name."""
     (zamba,) = (a for a in of_transformers.architectures() if a.name.endswith("/ZambaForCausalLM"))
     zamba.model(torch.bfloat16).save_pretrained(tmp_path)
     name = "model.layers.1.shared_transf.feed_forward.up_proj"

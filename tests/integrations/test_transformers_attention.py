@@ -1,4 +1,4 @@
-"""The attention named ``fp8kit_sdpa``: what it computes itself, and what it leaves to ``sdpa``."""
+"""The attention ``fp8kit_sdpa``: what it computes itself, and what it leaves to ``sdpa``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model() -> Any:
 
 
 class Taken(TorchDispatchMode):
-    """Collect the shapes of keys that our operator is given."""
+    """Collects the shapes of keys that our operator gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def generated(model: Any, **options: Any) -> Tensor:
     return tokens
 
 
-def test_it_is_known_by_its_name(model: Any) -> None:
+def test_fp8kit_sdpa_is_set_by_its_name(model: Any) -> None:
     expected = model(IDS).logits
     model.set_attn_implementation(NAME)
     assert model.config._attn_implementation == NAME
@@ -103,7 +103,7 @@ def test_sliding_windows_hide_tokens(taken: list[torch.Size]) -> None:
 
 
 class Attention(nn.Module):
-    """What the interface asks of a layer's attention."""
+    """The attributes that the interface needs of a layer's attention module."""
 
     is_causal, num_key_value_groups, layer_idx = True, 2, 0
 

@@ -1,4 +1,4 @@
-"""Experts and scales of the KV cache: what other libraries write, and what they read."""
+"""Experts and KV cache scales in other libraries' checkpoints, written and read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 import fp8kit
 import tiny_experts
 from checkpoint_samples import SHARD, edit_json
-from engines import are_dense, modules_of_experts
+from engines import experts_are_dense, modules_of_experts
 from fp8kit.checkpoint.inspection import inspect
 from fp8kit.checkpoint.streaming.recipe import Recipe
 from fp8kit.errors import CheckpointError
@@ -86,7 +86,7 @@ def test_engines_are_told_that_experts_are_dense(
     fp8kit.save(model, tmp_path / "c")
     experts = modules_of_experts(load_file(tmp_path / "c" / SHARD))
     assert len(experts) == 1
-    assert all(are_dense(quantization(tmp_path / "c"), name) for name in experts)
+    assert all(experts_are_dense(quantization(tmp_path / "c"), name) for name in experts)
 
 
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
@@ -103,7 +103,7 @@ def test_a_converted_model_is_saved_as_the_stream_writes_it(
         quantize_checkpoint(source, tmp_path / f"{target}-stream", Recipe(scheme, target=target))
         assert_same_files(tmp_path / target, tmp_path / f"{target}-stream")
     experts = modules_of_experts(load_file(tmp_path / "vllm" / SHARD))
-    assert [are_dense(quantization(tmp_path / "vllm"), name) for name in experts] == [False]
+    assert [experts_are_dense(quantization(tmp_path / "vllm"), name) for name in experts] == [False]
     stock(tmp_path / "transformers")  # nothing missing, nothing drawn at random
 
 
@@ -166,7 +166,7 @@ def mixed(kind: str, projection: str, folder: Path, path: Path) -> str:
 def test_a_projection_in_high_precision_leaves_all_experts_so(
     kind: str, projection: str, folder: Path, tmp_path: Path
 ) -> None:
-    """Also where Transformers renames the experts of the checkpoint."""
+    """This also holds if Transformers renames the experts of the checkpoint."""
     name = mixed(kind, projection, folder, tmp_path / "c")
     with pytest.warns(UserWarning, match="holds 11 FP8 layers .* they were decoded to high"):
         model = fp8kit.load(tmp_path / "c")
@@ -198,11 +198,11 @@ def test_a_directory_tells_engines_what_its_experts_are(
     quantize_checkpoint(source, tmp_path / "c", scheme)
     experts = modules_of_experts(load_file(tmp_path / "c" / SHARD))
     kept = kind in ("GraniteMoe", "GptOss")  # of which no engine loads FP8
-    assert [are_dense(quantization(tmp_path / "c"), n) for n in experts] == [kept]
+    assert [experts_are_dense(quantization(tmp_path / "c"), n) for n in experts] == [kept]
     if not kept:
         recipe = Recipe(scheme, exclude=["*.experts.*"])
         quantize_checkpoint(source, tmp_path / "d", recipe)
-        assert all(are_dense(quantization(tmp_path / "d"), name) for name in experts)
+        assert all(experts_are_dense(quantization(tmp_path / "d"), name) for name in experts)
 
 
 def test_save_pretrained_lists_experts_by_their_names_on_disk(folder: Path, tmp_path: Path) -> None:
@@ -210,12 +210,14 @@ def test_save_pretrained_lists_experts_by_their_names_on_disk(folder: Path, tmp_
         tiny("Mixtral", folder), quantization_config=Fp8KitConfig(exclude=["*.experts"])
     )
     model.save_pretrained(tmp_path / "c")
-    assert are_dense(quantization(tmp_path / "c"), "model.layers.0.block_sparse_moe.experts")
+    assert experts_are_dense(
+        quantization(tmp_path / "c"), "model.layers.0.block_sparse_moe.experts"
+    )
     assert "model.layers.0.block_sparse_moe.gate" in quantization(tmp_path / "c")["ignore"]
 
 
 def test_experts_beyond_256_keep_their_names_while_16_bit_is_the_default() -> None:
-    """Numbers stand for names on the way, and loaders make 16 bit the default."""
+    """Names are numbers on the way, which a 16-bit default dtype, as loaders set, would round."""
     model = tiny_experts.tiny("Llama4Text", num_local_experts=120)
     stack = "model.layers.0.feed_forward.experts.gate_up_proj"
     wanted = {stack: (140, ("gate_proj", "up_proj"))}
@@ -229,7 +231,7 @@ def test_experts_beyond_256_keep_their_names_while_16_bit_is_the_default() -> No
 
 
 def test_a_router_is_listed_by_the_name_of_its_module_too(folder: Path, tmp_path: Path) -> None:
-    """Engines that run the model of Transformers ask for its modules."""
+    """Engines that run Transformers' model look its modules up by name."""
     quantize_checkpoint(tiny("Phimoe", folder), tmp_path / "c")
     listed = quantization(tmp_path / "c")["ignore"]
     assert {"model.layers.0.block_sparse_moe.gate", "model.layers.0.mlp.router"} <= set(listed)
@@ -239,7 +241,7 @@ def test_a_router_is_listed_by_the_name_of_its_module_too(folder: Path, tmp_path
 def test_experts_that_transformers_quantized(
     kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It writes codes of single experts, and their scales in stacks."""
+    """Transformers writes codes expert by expert, and their scales in stacks."""
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
     source, written = tiny(kind, folder), tmp_path / "fp8"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -265,7 +267,7 @@ def test_experts_that_transformers_quantized(
 
 
 def as_modules(name: str) -> str:
-    """Name a tensor of Mixtral as exporters do that walk the modules of Transformers."""
+    """Name a tensor of Mixtral like exporters that walk Transformers' modules."""
     for ours, theirs in {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.items():
         name = name.replace(f".{ours}.", f".{theirs}.")
     return name.replace("block_sparse_moe", "mlp")
@@ -319,7 +321,7 @@ def test_input_scales_of_experts_are_written_for_transformers_too(
     load = transformers.AutoModelForCausalLM.from_pretrained
     ours = fp8kit.load(tmp_path / "t")
     theirs, said = load(tmp_path / "t", dtype=torch.bfloat16, output_loading_info=True)
-    # it does not quantize what goes into experts, and has no use for these
+    # Transformers does not quantize inputs of experts, and so has no use for these scales
     assert all(n.endswith(".input_scale") for n in said.pop("unexpected_keys"))
     assert not any(said.values())
     for name in ("gate_up_proj", "down_proj"):
@@ -443,7 +445,7 @@ def test_scales_per_head_have_one_dialect(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_block_may_draw_the_weights_of_its_experts(tmp_path: Path) -> None:
-    """Its class fills the stacks of a part that reads them itself, straight from the file."""
+    """The class initialises the stacks of a submodule that reads them directly from the file."""
     from transformers.models.qwen3_omni_moe import configuration_qwen3_omni_moe as configs
 
     torch.manual_seed(0)

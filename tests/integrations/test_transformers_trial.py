@@ -1,4 +1,4 @@
-"""What is written for Transformers is loaded by its own loader before, without data."""
+"""Trial loads: before a checkpoint is written, Transformers' own loader loads it without data."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_stacks_outside_of_experts_are_refused_where_they_were_cut(tmp_path: Pat
 
 
 def test_experts_of_two_kinds_in_one_stack_are_refused(tmp_path: Path) -> None:
-    """As tools write them that are told to leave one expert alone."""
+    """Tools write such stacks if they are told to skip one expert."""
     path = quantize(tiny("Qwen3Moe").bfloat16(), tmp_path)
     tensors, config = load_file(path / SHARD), json.loads((path / "config.json").read_text())
     dense = "model.layers.0.mlp.experts.1.down_proj"
@@ -132,7 +132,7 @@ def test_layers_whose_rules_know_no_scales_are_refused(route: Route, tmp_path: P
 
 
 def test_layers_that_the_model_does_not_use_stay(tmp_path: Path) -> None:
-    """Such as those that predict further tokens: they are no part of the class, and not missed."""
+    """Layers that predict further tokens are no part of the model's class, and are not missed."""
     model = bert()
     path = save(model, tmp_path)
     config = json.loads((path / "config.json").read_text())["quantization_config"]
@@ -175,7 +175,7 @@ def test_mx_of_a_model_in_fp32_runs_in_transformers(tmp_path: Path) -> None:
 
 
 def test_groups_name_layers_as_in_the_model_and_as_in_files(tmp_path: Path) -> None:
-    """A model of several parts is saved under other names than it has in memory."""
+    """A model of several parts is saved under names that differ from those in memory."""
     text = transformers.LlamaConfig(**SIZES, num_attention_heads=2)
     vision = transformers.CLIPVisionConfig(hidden_size=96, num_hidden_layers=1, image_size=32)
     config = transformers.LlavaConfig(text_config=text, vision_config=vision)
@@ -200,7 +200,7 @@ def test_groups_name_layers_as_in_the_model_and_as_in_files(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("save", [save, lambda m, p: fp8kit.convert(m) and m.save_pretrained(p)])
 def test_one_process_of_many_saves_alone(save: Route, tmp_path: Path) -> None:
-    """The other one, which is faked here, never answers what would be shared with it."""
+    """The other process, which is faked, would never answer a collective operation."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         save(bert(), tmp_path)

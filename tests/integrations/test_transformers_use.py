@@ -1,4 +1,4 @@
-"""What users do with a Transformers model in FP8: load, generate, serve batches, place it."""
+"""Uses of a Transformers model in FP8: load, generate, serve batches, place on devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def on_the_fly(path: Path = NANO, **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """Quantized while loading, with fp32 activations, which any CPU is quick at."""
+    """Return a model quantized while loading, with fp32 activations, which are fast on any CPU."""
     return on_the_fly(dtype=torch.float32)
 
 
@@ -47,7 +47,7 @@ def prompt(tokenizer: Any) -> Tensor:
 
 @pytest.fixture(scope="module")
 def greedy(model: Any, prompt: Tensor) -> Tensor:
-    """The most likely tokens, by one pass over the whole text for each."""
+    """Return the most likely tokens, each by a pass over the whole text."""
     ids = prompt
     with torch.no_grad():
         for _ in range(NEW):
@@ -99,7 +99,7 @@ def test_generate_compiles_the_decoding_by_itself(
         return graph.forward
 
     compiling = transformers.CompileConfig(backend=counting, mode=None, fullgraph=True)
-    compiling._compile_all_devices = True  # on a GPU it is so without being asked
+    compiling._compile_all_devices = True  # on a GPU this is the default
     options = {"cache_implementation": "static", "compile_config": compiling}
     for _ in range(2):
         assert torch.equal(generate(model, prompt, **options), greedy)

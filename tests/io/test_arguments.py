@@ -1,4 +1,4 @@
-"""Devices and dtypes that are none, or not here, are refused before anything is read."""
+"""Invalid or absent devices and dtypes are refused before any file is read."""
 
 from __future__ import annotations
 

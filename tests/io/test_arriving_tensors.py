@@ -1,4 +1,4 @@
-"""Tensors that arrive one by one: any order, any parts, any number of times."""
+"""Weights that arrive tensor by tensor: in any order, in parts, repeatedly."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SOURCES = {
 
 
 class Stack(nn.Module):
-    """Experts as two stacks, the way Transformers holds them."""
+    """Experts as two stacks, as in Transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
 
 
 def joined_weights(parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as the joined model holds them."""
+    """Return the tensors as the joined model holds them."""
     names = {"attn.qkv_proj": "qkv", "mlp.gate_up_proj": ("gate", "up")}
     found = {k: v for k, v in parts.items() if k.split(".")[1] in ("o_proj", "down_proj")}
     found |= {k: v for k, v in parts.items() if k.startswith("norm")}
@@ -105,7 +105,7 @@ def stacks(parts: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def expected(parts: dict[str, Tensor], joined: bool, scheme: str) -> dict[str, Tensor]:
-    """Build the dense model from whole tensors and convert it: what loading must equal."""
+    """Return the expected model: the dense model of whole tensors, converted."""
     model = block(joined)
     state = joined_weights(parts) if joined else {k: v for k, v in parts.items() if "moe" not in k}
     model.load_state_dict(state | stacks(parts))
@@ -250,7 +250,7 @@ def test_a_joined_checkpoint_into_separate_layers() -> None:
     codes = joined.state_dict()
     load_weights(again, shuffled(codes, 4), scheme="FP8_DYNAMIC")
     assert_state(again, model.state_dict())
-    for tensor in again.state_dict().values():  # rows of another tensor would keep all of it alive
+    for tensor in again.state_dict().values():  # a view would keep the whole other tensor alive
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
@@ -314,7 +314,7 @@ def test_what_has_no_values_or_no_codes(name: str) -> None:
                 load_weights(model, {name: weights()[name].to(dtype)})
 
 
-def test_buckets() -> None:
+def test_weights_may_arrive_over_several_partial_calls() -> None:
     model, items = on_meta(True), shuffled(weights(), 5)
     first = load_weights(model, items[:9], scheme="FP8_DYNAMIC", partial=True)
     assert "attn.qkv_proj.weight" not in first
@@ -340,7 +340,7 @@ def test_memory_of_the_caller_may_be_used_again() -> None:
 
 @pytest.mark.parametrize("joined", [False, True])
 def test_parameters_of_a_trainer(joined: bool) -> None:
-    """They need gradients, are fp32, and may lie in memory in any way."""
+    """A trainer's parameters need gradients, are fp32, and may have any strides."""
     parts = {n: nn.Parameter(t.float().t().contiguous().t()) for n, t in weights().items()}
     assert not parts["attn.q_proj.weight"].is_contiguous()
     model = on_meta(joined)

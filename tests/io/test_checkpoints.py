@@ -1,4 +1,4 @@
-"""Directories to directories: what `load` and `save` write, any size, interruptions, bad input."""
+"""Streaming from directory to directory: equal to `load` and `save`, interruptions, bad input."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SMALL = 500_000
 
 
 def plain(path: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
-    """Write a checkpoint that no library knows."""
+    """Write a checkpoint of plain tensors that belongs to no library."""
     path.mkdir()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(config))
@@ -69,7 +69,7 @@ def only(path: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The nano model as the installed Transformers writes its configs."""
+    """Return the nano model, with configs as the installed Transformers writes them."""
     path = tmp_path_factory.mktemp("nano") / "nano"
     shutil.copytree(NANO, path)
     AutoConfig.from_pretrained(NANO).save_pretrained(path)
@@ -79,7 +79,7 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3-MoE model, its experts one by one on disk."""
+    """Return a Qwen3-MoE checkpoint, with experts one by one on disk."""
     path = tmp_path_factory.mktemp("moe") / "moe"
     tiny("Qwen3Moe", intermediate_size=256, mlp_only_layers=[1]).save_pretrained(path)
     return path
@@ -294,7 +294,7 @@ def test_memory_does_not_grow_with_the_tensor(scheme: str, tmp_path: Path) -> No
         "x.weight": {"dtype": "BF16", "shape": [rows, 2**14], "data_offsets": [0, rows << 15]}
     }
     text = json.dumps(header).encode()
-    with (source / "model.safetensors").open("wb") as file:  # zeros that take no room
+    with (source / "model.safetensors").open("wb") as file:  # zeros that take no space on disk
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + (rows << 15))
     (source / "config.json").write_text("{}")
@@ -310,8 +310,8 @@ def test_memory_does_not_grow_with_the_tensor(scheme: str, tmp_path: Path) -> No
         assert grown(2**30) > tensor_mib
 
 
-def test_kills(tmp_path: Path) -> None:
-    """A dozen by default; FP8KIT_KILLS=200 for the long run."""
+def test_killed_conversions_resume_to_the_same_result(tmp_path: Path) -> None:
+    """A dozen kills by default; FP8KIT_KILLS=200 for the long run."""
     kills = os.environ.get("FP8KIT_KILLS", "12")
     out = fresh.run("import interruptions; interruptions.main()", tmp_path, kills, first=TESTS)
     counts = json.loads(out.stdout.splitlines()[-1])
@@ -326,7 +326,7 @@ class Stop(Exception):
 def interrupted(
     source: Path, destination: Path, whole: int, **options: Any
 ) -> journal.UnfinishedConversion:
-    """Let a run fail once some files are whole."""
+    """Make a run fail after some files are complete."""
 
     def failing(path: Path) -> None:
         if len(list(path.parent.glob("model*.safetensors"))) == whole:
@@ -431,7 +431,7 @@ def test_two_runs_at_once(nano: Path, tmp_path: Path) -> None:
 def test_a_destination_that_appears_meanwhile_stays_and_no_lock_is_left(
     nano: Path, tmp_path: Path, disk: Disk
 ) -> None:
-    """Another run ends between the first look and the lock, too late to be told of by that."""
+    """Another run ends after the first check and before the lock is taken."""
     out, others = tmp_path / "out", []
 
     def another(made: Path) -> None:
@@ -453,7 +453,7 @@ def test_a_destination_that_appears_meanwhile_stays_and_no_lock_is_left(
 def test_links_that_somebody_put_in_the_way_lead_nowhere(
     place: str, nano: Path, tmp_path: Path
 ) -> None:
-    """What is written stays where it belongs, and no link reaches the destination."""
+    """Files are written only into the destination, and no link gets there."""
     out, elsewhere = stream(nano, tmp_path / "out"), tmp_path / "elsewhere"
     shutil.copytree(out, elsewhere)
     shutil.rmtree(out)

@@ -1,4 +1,4 @@
-"""FP8 experts on disk and in memory: saved one by one, loaded from every form they come in."""
+"""FP8 experts are saved one by one, and loaded from every form on disk."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa:
 SHARD = "model.safetensors"
 IDS = torch.arange(10).view(5, 2) % 4
 SCHEMES = ["FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR", "MXFP8", "FP8_WEIGHT_ONLY"]
-# no engine has experts of these
+# no engine supports experts in these schemes
 ELSEWHERE = ("FP8_TENSOR", "FP8_WEIGHT_ONLY")
 
 
 class Model(nn.Module):
-    """Experts in a module of one's own."""
+    """A user's own module with experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def dense() -> Model:
 
 
 def one_by_one(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Give each expert tensors of its own, as trainers send them."""
+    """Split stacks into tensors for each expert, as trainers send them."""
     found = {n: t for n, t in state.items() if "experts" not in n}
     for expert in reversed(range(4)):
         gate, up = state["experts.gate_up_proj"][expert].chunk(2)

@@ -1,4 +1,4 @@
-"""Whole models of any kind to disk and back."""
+"""Whole models of all kinds, saved to disk and loaded again."""
 
 from __future__ import annotations
 
@@ -401,7 +401,7 @@ def test_unread_config_is_said(tmp_path: Path) -> None:
     ids=lambda found: found["quant_method"],
 )
 def test_a_checkpoint_that_quantizes_the_cache_alone(tmp_path: Path, quantization: Any) -> None:
-    """It is dense, and loads so, with the scales for an FP8 cache."""
+    """The model is dense and is loaded dense, with the scales for an FP8 cache."""
     model = nn.ModuleDict({"self_attn": nn.Sequential(nn.Linear(4, 4))})
     tensors = model.state_dict() | {"self_attn.k_scale": torch.tensor(0.5)}
     save_file(tensors, tmp_path / SHARD, metadata={"format": "pt"})
@@ -507,7 +507,7 @@ def test_two_schemes_are_announced_by_name(tmp_path: Path) -> None:
 
 
 def test_blocks_are_announced_for_all_that_has_no_name(tmp_path: Path) -> None:
-    """SGLang reads the size of blocks there alone."""
+    """SGLang reads the block size only from the group for ``Linear``."""
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
     fp8kit.convert(model, "FP8_DYNAMIC", include=["0", "1"])
     fp8kit.convert(model, "FP8_BLOCK", include=["2"])
@@ -832,7 +832,7 @@ def test_fp8_where_no_linear_layer_is(tmp_path: Path, stacked: bool, device: str
 
 
 class Casting(nn.Module):
-    """What T5 does: it asks a layer's weight for the dtype of its input."""
+    """Casts a layer's input to the dtype of its weight, like T5."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -869,7 +869,7 @@ def test_a_source_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 class WithOwn(nn.Module):
-    """A module with a layer, and a parameter under a name of formats."""
+    """A module with a layer, and a parameter whose name is one of checkpoint formats."""
 
     def __init__(self, name: str, shape: tuple[int, ...]) -> None:
         super().__init__()

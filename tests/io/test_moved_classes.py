@@ -1,4 +1,4 @@
-"""Pickles and ``torch.save`` files of an earlier version load and compute what they did.
+"""Pickles and ``torch.save`` files of an earlier version load, with the same results.
 
 ``earlier_version`` was written by that version from ``earlier_models``.
 """
@@ -43,7 +43,7 @@ def test_models_of_an_earlier_version_load(name: str) -> None:
     with torch.no_grad():
         for _ in range(3):
             y = model(earlier_models.inputs())
-            # other roundings of sums move a code here and there: far less than rounding to FP8
+            # differently rounded sums change a few codes: far less than rounding to FP8
             assert relative_error(y, objects["result"].double()) < SCHEME_ERROR["FP8_DYNAMIC"][0]
 
 

@@ -1,7 +1,7 @@
-"""Running a model never changes what is saved of it, by any of the means that people save with.
+"""Running a model never changes the files that it is saved to, with any common way to save.
 
-Each saver writes a model before it has run and after it has run in every way; the files are equal
-byte for byte, and what they hold loads into another model and is what was saved.
+Each saver writes a model before and after it has run in every way; the files are equal byte for
+byte, and load into another model with the same tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ with warnings.catch_warnings():
     peft = pytest.importorskip("peft")
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 
-# names of which a saver may leave out one, because the model ties them
+# tied names, of which a saver may leave out one
 TIED = {
     *("embed.weight", "head.weight", "model.embed_tokens.weight", "lm_head.weight"),
     *("out.weight", "out.weight_scale", "again.weight", "again.weight_scale"),
@@ -106,7 +106,7 @@ def transformer(scheme: str = "FP8_DYNAMIC") -> Any:
 
 
 def run(model: nn.Module, rows: int) -> Tensor:
-    """Call any of these models with so many rows, or about."""
+    """Call any of these models with about this number of rows."""
     device = next(model.parameters()).device
     if isinstance(model, diffusers.Transformer2DModel):
         side = max(1, int(rows**0.5))
@@ -120,7 +120,7 @@ def run(model: nn.Module, rows: int) -> Tensor:
 
 @functools.cache
 def ids(rows: int, device: torch.device) -> Tensor:
-    """Return tokens; those of an earlier call, as nothing is copied to a GPU during a capture."""
+    """Return cached tokens, because nothing can be copied to a GPU during a capture."""
     return IDS[:, :rows].to(device)
 
 
@@ -142,7 +142,7 @@ def with_gradients(model: nn.Module) -> None:
 
 
 def in_every_order(model: nn.Module) -> None:
-    """Call siblings one after another in each order, all of them and some."""
+    """Call all and some of the siblings one after another, in every order."""
     groups = {id(m.shared): m.shared for m in model.modules() if isinstance(m, Fp8Linear)}
     for group in filter(None, groups.values()):
         size = len(group.members)
@@ -170,7 +170,7 @@ USES = (without_gradients, in_inference_mode, with_gradients, in_every_order, fu
 
 @dataclass(frozen=True)
 class Saver:
-    """How a model is written to a folder, and read from it into another model of its kind."""
+    """A way to write a model to a folder, and to read it into another model of its kind."""
 
     save: Callable[[Any, Path], object]
     load: Callable[[Any, Path], Any]
@@ -182,7 +182,7 @@ def torch_save(thing: Callable[[nn.Module], object]) -> Callable[[nn.Module, Pat
 
 
 def filled(read: Callable[[Path], Any]) -> Callable[[nn.Module, Path], nn.Module]:
-    """Fill a model with a state_dict that lies in a folder; what is tied may be there once."""
+    """Load a folder's state_dict into a model; tied tensors may be present only once."""
 
     def load(model: nn.Module, path: Path) -> nn.Module:
         missing, unexpected = model.load_state_dict(read(path), strict=False)
@@ -194,7 +194,7 @@ def filled(read: Callable[[Path], Any]) -> Callable[[nn.Module, Path], nn.Module
 
 
 def read_files(path: Path) -> dict[str, Tensor]:
-    """Read every weight file of a folder, of whatever form."""
+    """Read all weight files of a folder, in any format."""
     state: dict[str, Tensor] = {}
     for file in sorted(path.rglob("*")):
         if file.suffix == ".safetensors":
@@ -287,7 +287,7 @@ def load_compiled(model: nn.Module, path: Path) -> nn.Module:
 
 
 def load_mapped(model: nn.Module, path: Path) -> nn.Module:
-    """Take the tensors of the file, as they lie there, in the place of the model's own."""
+    """Replace the model's tensors by the mapped tensors of the file."""
     state = torch.load(path / "model.bin", mmap=True, weights_only=True)
     model.load_state_dict(state, assign=True)
     return model
@@ -376,7 +376,7 @@ OF_PLAIN = {
     "torch.save, mapped into memory": Saver(torch_save(lambda m: m.state_dict()), load_mapped),
     "torch.save of each tensor": Saver(save_one_by_one, load_one_by_one),
 }
-NAMED_AND_DATED = (".metadata",)  # holds the path and a number of its own
+NAMED_AND_DATED = (".metadata",)  # contains the path and a random number
 MODELS: dict[str, tuple[Callable[..., Any], dict[str, Saver]]] = {
     "plain": (plain, SAVERS | OF_PLAIN),
     "llama": (llama, SAVERS | OF_TRANSFORMERS),
@@ -389,7 +389,7 @@ CASES = [(model, name) for model, (_, savers) in MODELS.items() for name in save
 def written(save: Callable[[Any, Path], object], model: Any, path: Path) -> dict[str, bytes]:
     path.mkdir()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what libraries say of their own code
+        warnings.simplefilter("ignore")  # the libraries' warnings about their own code
         save(model, path)
     files = [p for p in path.rglob("*") if p.is_file() and p.name not in NAMED_AND_DATED]
     assert files
@@ -397,7 +397,7 @@ def written(save: Callable[[Any, Path], object], model: Any, path: Path) -> dict
 
 
 def content(file: Path) -> bytes:
-    """Return the bytes of a file, of one in safetensors with the notes in its header in order."""
+    """Return the bytes of a file; in safetensors files, with sorted metadata in the header."""
     data = file.read_bytes()
     if file.suffix != ".safetensors":
         return data
@@ -413,7 +413,7 @@ def changed(saver: Saver, before: dict[str, bytes], after: dict[str, bytes]) -> 
 
 
 def size(pickled: bytes) -> int:
-    """Count bytes without the addresses by which a pickle names its storages."""
+    """Return the size of a pickle without the addresses by which it names storages."""
     return len(re.sub(rb"\d{8,}", b"", pickled))
 
 
@@ -511,7 +511,7 @@ def adapted(base: Any) -> Any:
 
 @pytest.mark.parametrize("scheme", ["FP8_BLOCK", "MXFP8", "FP8_TENSOR"])
 def test_a_trainer_resumes_from_the_files_that_it_saved(scheme: str, tmp_path: Path) -> None:
-    """It reads them name by name into the model, whatever their dialect calls the scales."""
+    """The Trainer loads tensors by name, but the dialects have other names for scales."""
     model, other = llama(scheme), llama(scheme)
     for tensor in other.state_dict().values():
         tensor.view(torch.uint8).fill_(64)
@@ -523,7 +523,7 @@ def test_a_trainer_resumes_from_the_files_that_it_saved(scheme: str, tmp_path: P
     assert_same_tensors(model, other)
 
 
-@pytest.mark.filterwarnings("ignore")  # what peft says of its own code
+@pytest.mark.filterwarnings("ignore")  # peft's warnings about its own code
 def test_an_adapter_is_saved_alone_and_loads(tmp_path: Path) -> None:
     base = llama()
     untouched = copy.deepcopy(base)
@@ -567,12 +567,12 @@ def test_a_merged_model_is_saved_as_one_that_never_ran(tmp_path: Path) -> None:
         assert_bits_equal(run(loaded, 5), run(merged, 5))
 
 
-ROOM = 8192  # of names, types and the format itself
+ROOM = 8192  # bytes for names, types and the format itself
 
 
 @pytest.mark.parametrize("name", ["torch.save of the module", "torch.save of state_dict"])
 def test_one_layer_is_as_large_after_a_call_as_before(name: str, tmp_path: Path) -> None:
-    """Also a sibling, whose weight lies among those of others once they have run."""
+    """This also holds for a sibling, whose weight lies beside others after a call."""
     model, saver = plain(), SAVERS[name]
     layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
     before = {n: written(saver.save, m, tmp_path / f"{n}-before") for n, m in layers.items()}
@@ -682,7 +682,7 @@ def test_the_mixin_of_huggingface_hub_loads_what_it_saves(scheme: str, tmp_path:
 
 
 def wrapped_inside(model: nn.Module) -> Any:
-    """Compile blocks by themselves, and checkpoint some of their layers."""
+    """Compile each block by itself, and wrap some layers in activation checkpointing."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(module, nn.ModuleList):

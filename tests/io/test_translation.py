@@ -1,4 +1,4 @@
-"""Translating checkpoints: what stays the same to the bit, and what is refused with the reason."""
+"""Translating checkpoints: what stays bit-equal, and what is refused with the reason."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_no_scale_and_no_row_of_a_stack_is_lost(name: str, rows: int, tmp_path: 
 
 
 def test_stacks_of_a_module_that_no_engine_takes_apart_are_said(tmp_path: Path) -> None:
-    """Step 3.5 has them as ``moe.gate_proj.weight``, and so its engines read them."""
+    """Step 3.5 stores stacks as ``moe.gate_proj.weight``, and its engines read them so."""
     names = [f"model.layers.3.moe.{part}_proj" for part in ("gate", "up", "down")]
     tensors = {f"{n}.weight": fp8(codes(2, 128, 128)) for n in names}
     tensors |= {f"{n}.weight_scale_inv": scales(2, 1, 1) for n in names}
@@ -141,7 +141,7 @@ def test_one_scale_becomes_rows_where_engines_need_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["weight_scale", "scale_inv"])
 def test_stacks_with_k_first_are_known_by_their_shapes(kind: str, tmp_path: Path) -> None:
-    """ModelOpt and Transformers keep the stacks of Llama 4 as its model multiplies by them."""
+    """ModelOpt and Transformers store Llama 4's stacks as its model multiplies by them."""
     up, down = codes(2, 256, 512), codes(2, 256, 256, seed=4)  # [E, K, N]: H = I = 256
     one = kind == "weight_scale"
     config: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "FP8"}
@@ -313,7 +313,7 @@ def test_dense_stacks_of_experts_are_written_one_by_one_for_engines(tmp_path: Pa
 
 
 def test_blocks_are_what_linear_stands_for(tmp_path: Path) -> None:
-    """SGLang reads the size of blocks in the group of that name alone."""
+    """SGLang reads the block size only from the group for ``Linear``."""
     tensors = {"a.weight": fp8(codes(128, 128)), "a.weight_scale": scales(1, 1)}
     for name in "bc":
         tensors |= {f"{name}.weight": fp8(codes(32, 128)), f"{name}.weight_scale": scales(32, 1)}
@@ -443,7 +443,7 @@ def test_the_destination_may_be_replaced(tmp_path: Path) -> None:
 
 
 def test_one_tensor_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stack is read once for all its experts, and nothing twice."""
+    """A stack is read once for all its experts; no tensor is read twice."""
     source = make(tmp_path / "c", stack(torch.ones(2)), FP8)
     seen: list[str] = []
     read = translation.Checkpoint.read

@@ -1,4 +1,4 @@
-"""Compile the Triton product for several GPUs without one, and count what came out, as JSON."""
+"""Compile the Triton GEMM for several GPUs without having one; print counts as JSON."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ COUNTED = {
 
 
 def main() -> None:
-    """Print one JSON object: variant to counts."""
+    """Print one JSON object: counts by variant."""
     found = {}
     for device, pair, m, option in VARIANTS:
         kernel = compiled(device, PAIRS[pair], m, option)

@@ -1,4 +1,4 @@
-"""Every backend on every scheme and shape that it says it supports."""
+"""Every backend on every scheme and shape that it supports, compared with the exact product."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from numerics import (
 )
 from shapes import REGIMES, ROW_COUNTS, Regime
 
-# without a GPU the others decline whatever they are asked, as the tests of dispatch say
+# without a GPU the others decline every problem, which the tests of dispatch check
 BACKEND_NAMES = [name for name, _, devices in MATMUL_BACKENDS if COMPILED or not devices]
 QUANTIZED = {name: (s.activation, s.weight) for name, s in SCHEMES.items() if s.activation}
 PAIRS = {
@@ -227,7 +227,7 @@ def test_no_backend_gets_empty_operands(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every function gives what they make by itself, whatever a backend would do with them."""
+    """The functions compute results of empty operands themselves, without a backend."""
 
     def run(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
         raise AssertionError(f"a backend got {problem}")
@@ -310,7 +310,7 @@ def test_torch_native_runs_the_common_schemes_on_this_gpu() -> None:
 def test_torch_is_asked_for_the_wanted_sums(
     pair: str, out_dtype: torch.dtype, accum: str, set_torch_product: Callable[..., None]
 ) -> None:
-    """Whatever the recipe, cuBLAS may use its short accumulator only where it is wanted."""
+    """With every recipe, cuBLAS may use its short accumulator only for fast sums."""
     asked: list[dict[str, object]] = []
 
     def scaled_mm(x: Tensor, w: Tensor, *_: object, **options: object) -> Tensor:
@@ -324,7 +324,7 @@ def test_torch_is_asked_for_the_wanted_sums(
     y = torch_native.run(MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale), problem)
     assert y.dtype == out_dtype
     (options,) = asked
-    # cuBLAS promotes its block recipe every 128 and knows no other way
+    # cuBLAS always promotes its block recipe every 128
     fast = accum == "fast" and pair != "FP8_BLOCK"
     assert options.get("use_fast_accum", False) is fast
 
@@ -334,7 +334,7 @@ def test_torch_is_asked_for_the_wanted_sums(
 def test_torch_may_scale_after_the_product(
     pair: str, bias: bool, set_torch_product: Callable[..., None]
 ) -> None:
-    """The configuration asks cuBLAS for the bare product, and is as precise as the other."""
+    """The configuration asks cuBLAS for the unscaled product, and is as precise as the other."""
     asked: list[tuple[object, ...]] = []
 
     def scaled_mm(x: Tensor, w: Tensor, *scales: object, **options: object) -> Tensor:
@@ -396,7 +396,7 @@ def test_every_configuration_matches_the_exact_product(
 @pytest.mark.parametrize("place", [(203, 0), (200, 5), (200, 8)], ids=str)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_codes_are_padded_wherever_they_lie(rows: int, place: tuple[int, int]) -> None:
-    """What is copied eight codes at a time must begin, and its rows must, where eight codes may."""
+    """Copying eight codes at a time needs memory and rows that start at multiples of eight."""
     pitch, offset = place
     memory = torch.randint(0, 120, (offset + 4 * pitch,), dtype=torch.uint8)
     codes = memory[offset:].view(4, pitch)[:rows, :200].view(torch.float8_e4m3fn)

@@ -1,7 +1,7 @@
-"""DeepGEMM: what it is given, when it declines, where it is found; the library itself on Hopper.
+"""DeepGEMM as a backend: its operands, when it declines, how it is found; the library on Hopper.
 
-``Library`` stands for it. It multiplies in plain torch and refuses operands that the real one would
-refuse or copy first, by the rules of its ``csrc/apis/gemm.hpp`` and ``csrc/utils/layout.hpp``.
+Elsewhere ``Library`` replaces it: it multiplies in plain torch, and refuses operands that the real
+one would refuse or copy, by the rules of ``csrc/apis/gemm.hpp`` and ``csrc/utils/layout.hpp``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from numerics import assert_bits_equal, assert_matmul, assert_no_drift, exact_pr
 
 GROUPS = (GROUP128, BLOCK)
 E4M3 = torch.float8_e4m3fn
-NAMES = ("fp8_gemm_nt", "gemm_fp8_fp8_bf16_nt")  # of the releases since 2.0, and before
+NAMES = ("fp8_gemm_nt", "gemm_fp8_fp8_bf16_nt")  # in releases since 2.0, and in earlier ones
 
 
 class Library(ModuleType):
-    """The package ``deep_gemm`` with one function, which remembers what it was given."""
+    """A fake of the package ``deep_gemm`` with one function, which stores its operands."""
 
     def __init__(self, name: str = NAMES[0]) -> None:
         super().__init__("deep_gemm")
@@ -67,17 +67,17 @@ class Library(ModuleType):
 
 
 def look_again() -> None:
-    """Forget what was found: a process looks for the library once."""
+    """Clear the result of looking for the library, which a process does once."""
     deep_gemm._product.cache_clear()
     choose.cache_clear()
 
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that puts a module, or nothing, in the place of a package."""
+    """Return a function that replaces a package by a module, or makes it absent."""
 
     def put(module: ModuleType | None, name: str = "deep_gemm") -> None:
-        monkeypatch.setitem(sys.modules, name, module)  # to import None says it is absent
+        monkeypatch.setitem(sys.modules, name, module)  # importing None raises as if it were absent
         look_again()
 
     for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
@@ -99,7 +99,7 @@ def library(install: Callable[..., None]) -> Library:
 
 
 def declined(scheme: str = "FP8_BLOCK", **changes: object) -> str | None:
-    """Return why a product on an H200 that need not be here is not taken."""
+    """Return why a product on an H200, which need not exist here, is declined."""
     x_group, w_group = SCHEMES[scheme].activation, SCHEMES[scheme].weight
     values = {
         "m": 4096, "n": 4096, "k": 7168, "x_group": x_group, "w_group": w_group, "x_dtype": E4M3,
@@ -131,7 +131,7 @@ def test_the_library_gets_the_layouts_that_it_wants(
     x_q, w_q, problem = operands(m, 192, 384)
     plain = deep_gemm.run(MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale), problem)
     assert_matmul(plain, fp8kit.dequantize(x_q), fp8kit.dequantize(w_q))
-    # what lies in its layouts is passed on without a copy, anything else is brought into them
+    # operands in DeepGEMM's layouts are passed on without a copy, others are copied into them
     right = made.given[0]
     deep_gemm.run(MatmulOperands(*right), problem)
     assert [t.data_ptr() for t in made.given[1]] == [t.data_ptr() for t in right]
@@ -280,7 +280,7 @@ def test_the_copy_of_vllm_serves_in_processes_that_import_vllm(
 
 
 def real(m: int, n: int, k: int) -> tuple[fp8kit.QTensor, fp8kit.QTensor]:
-    """Quantize on the GPU; skip with the reason where the library does not run."""
+    """Quantize on the GPU; skip with the reason if the library does not run."""
     x_q, w_q, problem = operands(m, n, k, "cuda")
     look_again()
     with warnings.catch_warnings():  # those of its import are not ours

@@ -1,4 +1,4 @@
-"""Operands that are decoded for a dense product."""
+"""The backend that dequantizes its operands for a dense matmul."""
 
 from __future__ import annotations
 

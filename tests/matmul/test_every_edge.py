@@ -1,4 +1,4 @@
-"""Every backend at every size where its tiles end, between rows of NaN that nothing may read.
+"""Every backend at every size where its tiles end; operands lie between NaN that it must not read.
 
 `make test-gpu` takes a sample of the sizes; `make sweep` takes all of them.
 """
@@ -44,7 +44,7 @@ class Size(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """Where tiles end, and where others are chosen."""
+    """Sizes at which tiles end, or at which other tiles are chosen."""
 
     m: list[int]
     n: list[int]
@@ -69,7 +69,7 @@ def edges() -> Edges:
     for n, k in LAYERS:
         found.m.extend(changes(lambda m, n=n, k=k: heuristics.choose(m, n, k, H200, False), 256))
         found.n.extend(changes(lambda n, k=k: heuristics.choose(FEW_ROWS, n, k, H200, False), MOST))
-        # the last K of a choice, which knows steps of whole tiles only
+        # the last K of each choice; choices depend on the number of whole tiles along K
         others = changes(
             lambda k, n=n: heuristics.choose(FEW_ROWS, n, k, H200, False), MOST, TILE_K
         )
@@ -82,7 +82,7 @@ def edges() -> Edges:
 def triton_tile(
     m: int, n: int, k: int, groups: tuple[GroupShape, GroupShape]
 ) -> triton_gemm.TritonTile:
-    """Return how Triton's kernel cuts a product on an H200."""
+    """Return the tile of Triton's GEMM for a product on an H200."""
     e4m3, place = torch.float8_e4m3fn, ("cuda", (9, 0))
     numbers = (e4m3, e4m3, torch.bfloat16, False, "precise", False)
     problem = MatmulProblem(m_bucket(m), n, k, *groups, *numbers, *place)
@@ -92,7 +92,7 @@ def triton_tile(
 def sizes() -> list[Size]:
     """Return sizes that meet every edge of M, of N and of K, and each of their neighbours.
 
-    A third of the widths are multiples of 16, which is what the fastest kernels ask for.
+    A third of the widths are multiples of 16, which the fastest kernels require.
     """
     shuffle = random.Random(0)
     ms, ns, ks = (around(values, MOST) for values in edges())
@@ -108,7 +108,7 @@ def sizes() -> list[Size]:
 def operands(
     size: Size, groups: tuple[GroupShape, GroupShape], device: str
 ) -> tuple[fp8kit.QTensor, ...]:
-    """Draw operands whose codes and scales lie between NaN."""
+    """Draw operands whose codes and scales are surrounded by NaN."""
     x = torch.randn(size.m, size.k, device=device)
     w = torch.randn(size.n, size.k, device=device)
     x *= torch.logspace(-1, 1, size.m, device=device)[:, None]
@@ -117,7 +117,7 @@ def operands(
 
 
 def wrong(backend: str, pair: str, size: Size, out_dtype: torch.dtype, device: str = "cuda") -> str:
-    """Give how a backend misses the exact product; nothing if it does not, or declines the size."""
+    """Return how a backend misses the exact product; empty if it does not, or declines the size."""
     groups = QUANTIZED[pair]
     x_q, w_q = operands(size, groups, device)
     problem = MatmulProblem.of(x_q.data, w_q.data, groups, out_dtype, None, "precise", False)

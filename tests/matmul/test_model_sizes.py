@@ -1,4 +1,4 @@
-"""Products as large as models run them, by every backend, on a GPU."""
+"""Products of the sizes of real models, by every backend, on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8kit.matmul.problem import DECODING, MATMUL_BACKENDS, MatmulOperands, Mat
 from numerics import assert_fast_sums, assert_matmul, assert_no_drift, exact_product
 
 PAIRS = {"row": (ROW, ROW), "block": (GROUP128, BLOCK), "tensor": (TENSOR, TENSOR)}
-SAMPLED = 257  # rows that are compared, the first and the last among them
+SAMPLED = 257  # number of rows that are compared, including the first and the last
 E4M3 = torch.float8_e4m3fn
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +37,7 @@ def operands(
 def results(
     x_q: fp8kit.QTensor, w_q: fp8kit.QTensor, accum: str = "precise", decoding: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Multiply by every backend and configuration of its own that takes the operands."""
+    """Multiply by every backend that supports the operands, in each of its configurations."""
     groups: tuple[GroupShape, GroupShape] = (x_q.group, w_q.group)
     problem = MatmulProblem.of(x_q.data, w_q.data, groups, torch.bfloat16, None, accum, False)
     found = 0

@@ -1,4 +1,4 @@
-"""Scales of MX weights are rearranged once, and never later than the weight they belong to."""
+"""Scales of MX weights are swizzled once, and again whenever their weight has changed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_nothing_that_is_kept_is_saved_or_outlives_the_weight() -> None:
 def test_the_recipe_of_torch_accepts_the_layout(
     shape: tuple[int, int, int], out_dtype: torch.dtype
 ) -> None:
-    """On meta torch compares shapes, strides and sizes of tiles as it does on a GPU."""
+    """On meta tensors, torch checks shapes, strides and sizes of tiles as on a GPU."""
     m, n, k = shape
     x, w = (fp8kit.quantize(torch.randn(r, k), MX) for r in (m, n))
     bias = torch.empty(n, device="meta")

@@ -1,4 +1,4 @@
-"""Operands for the tensor memory accelerator: what fits is passed on, everything else copied."""
+"""Operands for TMA (tensor memory accelerator): those that fit are passed on, others copied."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_gaps_between_rows_of_codes_cost_no_copy(rows: int) -> None:
         codes = apart(step)
         assert tma_operands.aligned(codes) is codes
         assert tma_operands.row_pitch(codes) == (step if rows > 1 else 48)
-    alike = memory[:1, :48].expand(4, 48)  # rows on top of one another are none to load from
+    alike = memory[:1, :48].expand(4, 48)  # TMA cannot load overlapping rows
     assert tma_operands.aligned(alike).is_contiguous()
     odd = tma_operands.aligned(apart(56))
     assert (odd.data_ptr() == memory.data_ptr()) == (rows == 1)

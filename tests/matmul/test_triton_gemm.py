@@ -1,4 +1,4 @@
-"""The Triton product: interpreted on a CPU, compiled on a GPU, and compiled ahead for any GPU."""
+"""The Triton GEMM: interpreted on a CPU, compiled on a GPU, and compiled ahead for any GPU."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def device(device: torch.device) -> torch.device:
 
 
 class Operands:
-    """Quantized operands with the values they stand for."""
+    """Quantized operands with their dequantized values."""
 
     def __init__(
         self,
@@ -297,7 +297,7 @@ def test_batch_invariant_bits_do_not_depend_on_m(pair: str, n: int, k: int) -> N
 
 
 def problems(capability: tuple[int, int] = (9, 0)) -> Iterator[MatmulProblem]:
-    """Describe every pair on the shapes of real layers."""
+    """Describe a product for every pair of granularities on the shapes of real layers."""
     shapes = ((4096, 4096), (28672, 4096), (4096, 14336), (64, 16), (3000, 3001), (2112, 7168))
     for pair, (n, k), m in itertools.product(PAIRS.values(), shapes, (0, 1, 16, 64, 128, 4096)):
         x_dtype = torch.bfloat16 if pair[0] is None else E4M3

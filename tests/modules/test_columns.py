@@ -1,4 +1,4 @@
-"""Scales of 1x128 groups reach the product as it loads them: nothing runs between the kernels."""
+"""Scales of 1x128 groups have the layout that the GEMM loads: no kernel runs in between."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONFIG = LlamaConfig(
 
 @pytest.fixture
 def between(monkeypatch: pytest.MonkeyPatch, fuses_on_cpu: None) -> list[str]:
-    """Return what torch ran inside each product, which is the own kernel, faked."""
+    """Return the torch operations that run inside each call of the GEMM, whose launch is faked."""
     ran: list[str] = []
 
     def watched(*operands: Any) -> Tensor:
@@ -96,7 +96,7 @@ def test_the_watch_sees_a_copy_of_scales(between: list[str]) -> None:
 
 @contextlib.contextmanager
 def counted_nodes() -> Iterator[list[int]]:
-    """Capture a graph, and give the number of its nodes: kernels, copies, fills."""
+    """Capture a graph and return the number of its nodes: kernels, copies, fills."""
     from cuda.bindings import driver
 
     found: list[int] = []

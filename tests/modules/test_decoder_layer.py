@@ -1,4 +1,4 @@
-"""Decoder layers that add to the residual, norm and quantize in one pass."""
+"""Decoder layers that fuse residual sum, norm and quantization into one pass."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("fuses_on_cpu")
 
 @pytest.fixture
 def sums(monkeypatch: pytest.MonkeyPatch) -> list[CodesCall]:
-    """Collect the calls that add, norm and quantize in one pass."""
+    """Collect the calls of the kernel that adds, norms and quantizes in one pass."""
     seen: list[CodesCall] = []
     codes_of_sum = FusedNorm.codes_of_sum
 
@@ -98,7 +98,9 @@ def test_copies_belong_to_themselves(device: torch.device, sums: list[CodesCall]
 
 
 @pytest.mark.parametrize("watched", ["norm", "mlp", "gate_proj"])
-def test_hooks_stop_it(watched: str, device: torch.device, sums: list[CodesCall]) -> None:
+def test_a_hook_ends_the_fusion_of_its_layer(
+    watched: str, device: torch.device, sums: list[CodesCall]
+) -> None:
     model = llama(device)
     fp8kit.convert(model)
     expected = run(model).logits
@@ -164,7 +166,7 @@ class Returning(LlamaDecoderLayer):
 
 
 class Dropout(LlamaDecoderLayer):
-    """Computes something else in training."""
+    """Has a different formula in training."""
 
     @functools.wraps(LlamaDecoderLayer.forward)
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -172,14 +174,14 @@ class Dropout(LlamaDecoderLayer):
 
 
 class Dropping(LlamaDecoderLayer):
-    """Keeps an argument from the attention."""
+    """Does not pass an argument on to the attention."""
 
     def forward(self, hidden_states: Tensor, use_cache: bool = False, **kwargs: Any) -> Tensor:
         return super().forward(hidden_states, **kwargs)
 
 
 class Defaulting(LlamaDecoderLayer):
-    """Gives the attention something else than its own default."""
+    """Passes the attention a value that differs from its default."""
 
     def forward(self, hidden_states: Tensor, scale: float | None = None, **kwargs: Any) -> Tensor:
         return super().forward(hidden_states, scale=2.0 if scale is None else scale, **kwargs)
@@ -255,7 +257,7 @@ def another_class(name: str) -> Callable[[Any], None]:
 
 
 class Doubled(nn.Module):
-    """Reads what it wraps."""
+    """Reads the module that it wraps."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -270,7 +272,7 @@ def wrapped_norm(name: str) -> Callable[[Any], None]:
 
 
 class Unsized(nn.SiLU):
-    """Has no truth value, like what ``torch.compile`` makes of a module."""
+    """Has no truth value, like a module after ``torch.compile``."""
 
     def __len__(self) -> int:
         raise TypeError

@@ -1,4 +1,4 @@
-"""Activations that wait to be read: by a layer, also behind other columns, or anything else."""
+"""``Deferred``: fused activations that compute when a layer, or any other code, reads them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_layer_computes_what_it_reads(scheme: str, up: Tensor | None) -> None:
     assert seen.names[0] == "activation_quantize"
 
 
-# what else may read an activation, and gets a tensor
+# other readers of an activation, which get an ordinary tensor
 READERS: dict[str, Callable[[Any], Any]] = {
     "product": lambda a: a * 2 + 1,
     "product from the right": lambda a: RIGHT * a,
@@ -174,7 +174,7 @@ def test_autocast_of_the_layer_counts() -> None:
 
 
 class Gated(nn.Module):
-    """An activation of a user's own: SiLU of one half times the other, or nearly so."""
+    """A user's own activation: SiLU of one half times the other, or a variant of that."""
 
     def __init__(self, bound: float | None = None, wide: bool = False, dim: int = -1) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Block(nn.Module):
 
 
 def blocks(act: nn.Module, code: Callable[[Any, Tensor], Tensor]) -> tuple[Any, Any]:
-    """Return a model whose activation waits, and one whose activation does not."""
+    """Return a model whose activation is deferred, and one whose activation is not."""
     torch.manual_seed(0)
     plain = nn.ModuleList([Block(act, code)]).bfloat16().requires_grad_(False)
     fused = copy.deepcopy(plain)
@@ -210,7 +210,7 @@ def blocks(act: nn.Module, code: Callable[[Any, Tensor], Tensor]) -> tuple[Any, 
     return fused[0], plain[0]
 
 
-# how code may call activation and layer
+# ways in which code may call activation and layer
 CODES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "the name of an argument": lambda b, h: b.fc2(b.act(x=h)),
     "reentrant checkpoint": lambda b, h: b.fc2(checkpoint(b.act, h, use_reentrant=True)),

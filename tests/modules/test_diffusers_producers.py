@@ -1,4 +1,4 @@
-"""Fused norms and feed-forwards in real diffusers models: same results, loud where unsure."""
+"""Fused norms and feed-forwards in real diffusers models: equal results, or NaN in doubt."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def basic(**options: Any) -> tuple[nn.Module, Inputs]:
 
 
 Build = Callable[[], tuple[nn.Module, Inputs]]
-# how many norms hand over codes in one run, and how many feed-forwards are fused
+# by model: builder, number of norms that hand over codes in a run, number of fused feed-forwards
 MODELS: dict[str, tuple[Build, int, int]] = {
     "flux": (flux, 3, 2),
     "sd3": (sd3, 4, 3),
@@ -107,7 +107,7 @@ def output(model: nn.Module, inputs: Inputs) -> Tensor:
 
 @pytest.fixture
 def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Collect what producers give instead of their result."""
+    """Collect the stand-ins and codes that producers give instead of their results."""
     seen: list[Tensor] = []
     produce = fused_producers.Consumers.produce
 
@@ -155,7 +155,7 @@ def test_state_dict_and_copies(name: str, device: torch.device) -> None:
     assert_bits_equal(output(model.to("cpu").to(device), inputs), expected)
 
 
-# what a user may do to a block, and how many of its two norms then give real numbers
+# changes that a user may make to a block; the number of its two norms that then give real numbers
 CHANGES: dict[str, tuple[Callable[[Any], object], int]] = {
     "norm hook": (lambda b: b.norm1.register_forward_hook(lambda m, a, y: None), 1),
     "attention hook": (lambda b: b.attn.register_forward_pre_hook(lambda m, a: None), 2),
@@ -192,7 +192,7 @@ def test_chunked_feed_forwards_get_real_numbers(
     for block in model.transformer_blocks:
         block.set_chunk_feed_forward(16, 1)
     assert relative_error(output(model, inputs), expected) < 0.02
-    assert len(handed_over) == 0  # a block in another set-up is unknown as a whole
+    assert len(handed_over) == 0  # a block that is set up differently is unknown as a whole
 
 
 @pytest.mark.parametrize("name", ["flux", "basic"])
@@ -254,7 +254,7 @@ def hunyuan() -> tuple[nn.Module, Inputs]:
     }
 
 
-# how many activations are quantized alone, and how many behind attention
+# by model: its builder, the number of activations quantized alone, and of those after attention
 ACTIVATED: dict[str, tuple[Build, int, int]] = {
     "flux": (flux, 2, 1),
     "flux2": (flux2, 2, 1),
@@ -278,7 +278,7 @@ def test_activations_are_quantized_behind_attention(name: str, device: torch.dev
     assert relative_error(found, expected) < 0.5 * noise
 
 
-# what a user may do to a block whose activation is read behind attention
+# changes that a user may make to a block whose activation is read after the attention's result
 BLOCK_CHANGES: dict[str, Callable[[Any], object]] = {
     "activation hook": lambda b: b.act_mlp.register_forward_hook(lambda m, a, y: 2 * y),
     "activation": lambda b: setattr(b, "act_mlp", nn.ReLU()),

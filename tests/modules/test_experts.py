@@ -174,7 +174,7 @@ def test_weights_in_the_order_of_ids_do_not_load_into_rearranged_rows(strict: bo
     arriving = {"moe.gate_up_proj": dense.gate_up, "moe.down_proj": dense.down}
     with pytest.raises(fp8kit.CheckpointError, match=r"experts of moe were rearranged"):
         fp8kit.load_weights(model, arriving)
-    layer.load_state_dict(placed)  # what was saved of a rearranged layer is in its order
+    layer.load_state_dict(placed)  # a rearranged layer is saved in its new order
     assert_bits_equal(layer(x, ids, weights), expected)
     layer.place(torch.arange(5))
     layer.load_state_dict(state)
@@ -275,7 +275,7 @@ MOST_FRAMES = 6  # from forward to a launch, both of them counted
 
 
 def launches_of(layer: fp8kit.Fp8Experts, x: Tensor, most: int) -> list[list[str]]:
-    """Return the package's functions above each launch of the products and what is around them."""
+    """Return the package's functions above each launch of the GEMMs and the kernels around them."""
     routes = moe.route(torch.randn(x.shape[0], 5, device=x.device), 2)
     layer(*(torch.cat([t, t]) for t in (x, *routes)))  # a second call of one size is recorded
     return above_launches(lambda: layer(x, *routes), launch_from("moe"), most)

@@ -1,4 +1,4 @@
-"""Layers in other hands: kept weights that change, biases that train, tools that rewrite models."""
+"""Kept dense weights that change, biases that train, and tools that rewrite models."""
 
 from __future__ import annotations
 

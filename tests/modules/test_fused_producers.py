@@ -1,4 +1,4 @@
-"""Fused norms and feed-forwards in real Transformers models: same results, loud where unsure."""
+"""Fused norms and feed-forwards in real Transformers models: equal results, or NaN in doubt."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_plain_norm_leaves_to_the_class_what_it_does_not_know() -> None:
 
 
 class OwnNorm(nn.Module):
-    """A norm of somebody's own model, of which a run does not tell all."""
+    """A user's own norm, about which a trial run does not tell everything."""
 
     eps = 1e-6
 
@@ -229,7 +229,7 @@ def test_fused_schemes(scheme: str, device: torch.device) -> None:
 
 
 def test_settings_changed_after_conversion_count(device: torch.device) -> None:
-    """Each stands in the replaced module, which computes from then on."""
+    """Each setting is stored in the replaced module, which computes from then on."""
 
     def changed(fuse: str, change: Callable[[nn.Module], None]) -> Tensor:
         model = build("llama", device)
@@ -258,7 +258,7 @@ def test_settings_changed_after_conversion_count(device: torch.device) -> None:
 def test_a_kept_weight_that_changed_counts_from_the_next_call_on(
     name: str, device: torch.device
 ) -> None:
-    """The first sibling has computed for all with the old codes, of an input nobody wrote."""
+    """The first sibling has computed for all siblings with the old codes, on the same input."""
     model = build("llama", device)
     fp8kit.convert(model, weight_storage="keep")
     before = logits(model, tokens(device))
@@ -287,7 +287,7 @@ def test_what_stays_the_same_or_is_not_of_the_replaced_module_alters_nothing() -
 
 
 def test_attributes_of_fused_modules_are_told_from_those_of_what_they_replace() -> None:
-    """One that is not named there would be set on the replaced module, if that has it too."""
+    """An attribute that is not listed would be set on the replaced module if that has it too."""
     model = build("llama", torch.device("cpu"))
     fp8kit.convert(model, fuse="all")
     layer = model.model.layers[0]
@@ -387,7 +387,7 @@ def test_a_layer_that_a_norm_does_not_write_for_says_so(
 
 
 class Named(nn.Module):
-    """A block that passes its tensors by the names that its modules have for them."""
+    """A block that passes its tensors as keyword arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -774,7 +774,7 @@ class CompiledAttention(LlamaAttention):
 
 
 def test_a_class_that_is_compiled_reads_its_input() -> None:
-    """In a graph of its own the layers see the tensor, and not that it stands for codes."""
+    """In a graph of their own, the layers see a tensor, and not that it is a stand-in for codes."""
     model = build("llama", torch.device("cpu"))
     fp8kit.convert(model)
     expected = logits(model, tokens(torch.device("cpu")))

@@ -1,4 +1,4 @@
-"""Feed-forwards in graphs of ``torch.compile``: the activation writes codes there, too."""
+"""Feed-forwards under ``torch.compile``: in graphs, too, the activation writes codes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from numerics import assert_bits_equal, relative_error
 
 pytestmark = pytest.mark.usefixtures("fuses_on_cpu")
 
-ROWS = [7, 700]  # of which the joined weights are one product, and are not
+ROWS = [7, 700]  # joined weights are one GEMM up to 512 rows
 
 
 class Compiled:
-    """A module compiled anew, which tells what its graphs call and how many there are."""
+    """A freshly compiled module, with the operators that its graphs call and their number."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         torch._dynamo.reset()
@@ -34,7 +34,7 @@ class Compiled:
 
     @property
     def activates(self) -> bool:
-        """Whether the newest graph activates and quantizes in one operator."""
+        """Return whether the newest graph activates and quantizes in one operator."""
         return any("activation_quantize" in name for name in self.graphs[-1])
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:

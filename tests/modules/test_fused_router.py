@@ -1,4 +1,4 @@
-"""Routers of Transformers that choose in one kernel: which are known, and that all else stays."""
+"""Routers of Transformers that choose in one kernel: which classes, and that others stay."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fp8kit.modules.fused_router import RouterForward
 
 transformers = pytest.importorskip("transformers")
 
-# what the classes ask of their config, under all its names
+# the settings that the classes read from their config, under every name
 SETTINGS: dict[str, Any] = {
     "hidden_size": 32, "num_experts": 16, "num_local_experts": 16, "moe_num_experts": 16,
     "num_experts_per_tok": 4, "num_experts_per_token": 4, "moe_topk": 4, "moe_k": 4, "top_k": 4,
@@ -47,7 +47,7 @@ KNOWN = """
     Qwen3OmniMoeThinkerTextTopKRouter Qwen3VLMoeTextTopKRouter Qwen3_5MoeTopKRouter
     Qwen4ExpTextTopKRouter SolarOpenTopkRouter Step3p7TopKRouter UnlimitedOcrTextTopkRouter
 """.split()
-# they return something else, hold more than a weight and a bias, or round each step to 16 bits
+# these return other values, hold more than a weight and a bias, or round each step to 16 bits
 UNKNOWN = """
     AfmoeTokenChoiceRouter DbrxRouter DeepseekV4TopKRouter HunYuanMoEV1Gate InklingTopkRouter
     Kolibri1TopKRouter Lfm2MoeTopKRouter Llama4Router LongcatFlashTopkRouter Mistral4TopkRouter
@@ -56,7 +56,7 @@ UNKNOWN = """
 
 
 class Config:
-    """Settings of every model; what is not there is ``None``."""
+    """Settings of every model; an absent one is ``None``."""
 
     def __init__(self, **changes: Any) -> None:
         vars(self).update(SETTINGS | changes)
@@ -89,7 +89,7 @@ def router(name: str, **changes: Any) -> nn.Module:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Any:
-    """Tiny products on many threads wait for the cores that other tests have."""
+    """Use one thread: tiny products on many threads would wait for cores that other tests use."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

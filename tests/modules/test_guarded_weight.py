@@ -1,4 +1,4 @@
-"""What reads the weight of an FP8 layer where nobody saw it: it raises, or reads no numbers."""
+"""Code that reads an FP8 weight, unseen by ``convert``: it raises, or gets no numbers."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_reading_codes_as_numbers_raises_and_changes_nothing(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
 def test_a_layer_is_whole_after_a_refused_norm(norm: Callable[[nn.Module], nn.Module]) -> None:
-    """The old weight norm deletes the weight before it reads it."""
+    """torch's old weight norm deletes the weight before it reads it."""
     layer, x = model_of()["proj"], torch.randn(3, SIZE)
     before, y = {n: t.clone() for n, t in layer.state_dict().items()}, layer(x)
     with pytest.raises((UnsupportedError, NotImplementedError)):  # the latter is torch's own
@@ -289,7 +289,7 @@ PARAMETERS: dict[str, Callable[[Any], Any]] = {
 def test_a_dense_layer_of_codes_raises_whatever_its_parameter_was_made_of(
     how: str, assign: bool
 ) -> None:
-    """diffusers joins q, k and v so; without a guard autocast takes codes for numbers."""
+    """diffusers joins q, k and v like this; without a guard, autocast takes codes for numbers."""
     model, x = model_of(), torch.randn(3, SIZE)
     made = PARAMETERS[how](model["proj"].weight)
     assert isinstance(made, nn.Parameter)
@@ -312,7 +312,7 @@ def test_a_dense_layer_of_codes_raises_whatever_its_parameter_was_made_of(
 
 
 def test_a_parameter_put_past_the_layer_still_computes() -> None:
-    """Movers write into ``_parameters``; the guard that this brings changes no result."""
+    """Code that moves tensors writes into ``_parameters``, guards included; results stay equal."""
     model, x = model_of(), torch.randn(3, SIZE)
     layer = model["proj"]
     y = layer(x)
@@ -371,7 +371,7 @@ def largest(w: Tensor, cast: bool) -> Tensor:
 
 @pytest.mark.parametrize("cast", [True, False], ids=["computes", "fails"])
 def test_operators_of_others_take_codes_beside_scales_alone(cast: bool) -> None:
-    """torchao's find the range of a weight: with codes for numbers, or not at all."""
+    """torchao's operators compute the range of a weight: they would take codes for numbers."""
     layer = model_of()["proj"]
     with pytest.raises(UnsupportedError, match=TAUGHT):
         largest(layer.weight, cast)

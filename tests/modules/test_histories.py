@@ -1,7 +1,7 @@
-"""A model that lives through conversions, casts, loads and edits in any order, beside a shadow.
+"""Random sequences of conversions, casts, loads and edits of a model, compared with a shadow.
 
-The shadow is plain torch: the numbers that each layer should hold, and the formulas of the schemes.
-After every step the model holds these numbers, and gives what they give on quantized inputs.
+The shadow is plain torch: the values that each layer should hold, and the formulas of the schemes.
+After every step the model holds these values, and computes their results on quantized inputs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def new_model(seed: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def held(layer: Any) -> Tensor:
-    """Return the numbers of a weight, decoded by its scales."""
+    """Return the dequantized values of a weight."""
     weight = layer._parameters["weight"].detach().float()
     if not isinstance(layer, Fp8Linear):
         return weight
@@ -73,7 +73,7 @@ def held(layer: Any) -> Tensor:
 
 
 def rounded(x: Tensor, scheme: Scheme, static: Tensor | None) -> Tensor:
-    """Quantize an input and decode it."""
+    """Quantize and dequantize an input."""
     if scheme.activation is None:
         return x
     cols = scheme.activation.cols
@@ -102,7 +102,7 @@ class Histories(RuleBasedStateMachine):
         self.model: Any = new_model(seed, dtype)
         x, options = torch.randn(8, D, dtype=dtype), {"fuse": fuse, "weight_storage": storage}
         fp8kit.convert(self.model, scheme, include=["0.*"], calibrate=lambda m: m(x), **options)
-        self.model.float()  # but for weights that are kept
+        self.model.float()  # except kept dense weights
         self.numbers = self.found()
         self.check()
 
@@ -117,7 +117,7 @@ class Histories(RuleBasedStateMachine):
         return self.model.get_submodule(name)
 
     def close(self, x: Tensor) -> bool:
-        """Say whether the model gives what the shadow gives."""
+        """Return whether model and shadow compute about the same."""
         with torch.no_grad():
             return near(self.model(x), self.shadow(x), 1e-4)
 
@@ -143,7 +143,7 @@ class Histories(RuleBasedStateMachine):
             assert near(tensor, self.numbers[name], 0.06 if name in quantized else 1e-6), name
         self.numbers = found
         assert {n for n, _ in self.model.named_parameters()} <= self.model.state_dict().keys()
-        # where a number lies between two codes, the order of a sum decides
+        # the order of a sum decides the code of a value between two codes, so try several inputs
         assert any(self.close(torch.randn(3, D)) for _ in range(5))
 
     @rule(

@@ -1,4 +1,4 @@
-"""Layers that become others in place keep what somebody has hung on them."""
+"""Layers that are converted in place keep hooks, buffers and attributes that users attached."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from numerics import relative_error
 
 
 class Hung(nn.Module):
-    """Computes with what it hangs on its layers, and without it where it finds none."""
+    """Computes with attributes that it attaches to its layers, and without those that are gone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def test_what_hangs_on_a_layer_stays_there() -> None:
 def test_what_hangs_on_a_layer_is_saved_and_loaded(tmp_path: Path) -> None:
     model = Hung()
     fp8kit.convert(model, exclude=[])
-    model.a.get_buffer("mask")[:9] = 0.25  # another than that of a new model
+    model.a.get_buffer("mask")[:9] = 0.25  # a value that differs from a new model's
     fp8kit.save(model, tmp_path / "a")
     loaded = fp8kit.load(tmp_path / "a", model=Hung())
     assert torch.equal(loaded(X), model(X))

@@ -1,4 +1,4 @@
-"""What may be set on a layer, inputs that are codes already, and the switches of a process."""
+"""Options of a layer, inputs that are already quantized, and settings of the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Libraries with a saving of their own are told of FP8 layers, if they are loaded."""
+"""Libraries that save models themselves are patched for FP8 layers, once they are loaded."""
 
 from __future__ import annotations
 

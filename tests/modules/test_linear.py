@@ -166,7 +166,7 @@ def test_casts_change_the_bias_and_never_the_codes(
 
 def test_a_scale_that_was_cast_past_the_layer_is_told() -> None:
     layer = fp8kit.Fp8Linear.from_linear(nn.Linear(128, 256))
-    for p in layer.parameters():  # as DeepSpeed's bf16 does it
+    for p in layer.parameters():  # as DeepSpeed's bf16 does
         if p.dtype == torch.float32:
             p.data = p.data.bfloat16()
     with pytest.raises(UnsupportedError, match=r"scales of an FP8 layer to torch.bfloat16, past"):
@@ -260,7 +260,7 @@ def test_reload_of_a_model_reports_a_layer_without_scale() -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_codes_that_were_computed_with_are_refused_under_the_own_scale(scheme: str) -> None:
-    """As LoRA networks merge: a sum in fp32, cast back to the dtype that the weight had."""
+    """LoRA networks merge so: a sum in fp32, cast back to the dtype that the weight had."""
     model = nn.Sequential(layer_of(scheme))
     state = model.state_dict()
     before = state["0.weight"].clone()
@@ -441,7 +441,7 @@ def test_state_dict_survives_torch_save(scheme: str) -> None:
 
 
 def captured(layer: Fp8Linear, x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Warm up on a side stream, as CUDA graphs want it, then capture one call."""
+    """Warm up on a side stream, as CUDA graphs require, then capture one call."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side), torch.no_grad():
@@ -504,7 +504,7 @@ def test_layers_on_two_devices() -> None:
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])
 @pytest.mark.parametrize("m", [1, 16, 300])
 def test_repeated_calls_of_layers_on_two_devices(m: int, scheme: str) -> None:
-    """Recordings are repeated on the device of their layer, whichever is the current one."""
+    """Recordings are replayed on the device of their layer, whichever device is current."""
     pairs = []
     for index in (0, 1):
         dense = nn.Linear(4096, 1024, False, device=f"cuda:{index}", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""MXFP8 experts take the forms of MXFP8 layers: rebased, told, and saved as they were."""
+"""MXFP8 experts without MX tensor cores: rebased, reported, and saved as the original MXFP8."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IDS = torch.arange(24).view(1, -1) * 7 % 160
 
 
 def dense_weight(*shape: int) -> Tensor:
-    """Return weights of which no value of MX is too small for the scale of its row."""
+    """Return weights whose MX values all stay exact under one scale per row."""
     weight = torch.randn(shape) * 0.05
     return weight.masked_fill(weight.abs() < 1e-3, 0)
 
@@ -99,7 +99,7 @@ def test_rebased_experts_move_copy_rearrange_and_reload() -> None:
     ],
 )
 def test_codes_of_another_form_are_refused(scheme: str, other: str, said: str) -> None:
-    """Their exponents would be missing, or be those of other codes."""
+    """The exponents of the other form would be missing, or would belong to other codes."""
     layer, given = experts(scheme), routed(4)
     y = layer(*given)
     with pytest.raises(RuntimeError, match=said):

@@ -1,4 +1,4 @@
-"""MXFP8 layers where no tensor core reads MX scales: rebased, told, and saved as they were."""
+"""MXFP8 layers without MX tensor cores: rebased, reported, and saved as the original MXFP8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codes of fused norms and activations: those of the public functions, also from a recording."""
+"""Fused norms and activations give the codes of the public functions, also when replayed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def assert_codes(codes: RowCodes, q: fp8kit.QTensor) -> None:
 
 
 def quantized(formula: NormFormula, x: Tensor, norm: nn.Module, scheme: Scheme) -> fp8kit.QTensor:
-    """Quantize a norm by the public functions, which record nothing."""
+    """Compute the codes of a norm by the public functions, which record nothing."""
     weight, how = norm._parameters.get("weight"), target(scheme)
     if formula.kind == "layer_norm":
         bias = norm._parameters.get("bias")
@@ -267,7 +267,7 @@ def test_whoever_looks_on_sees_the_operator(cpu_backends: CpuBackends) -> None:
 
 
 class Wrapped(Tensor):
-    """A weight with a meaning of its own, such as a distributed one."""
+    """A tensor subclass with its own meaning, such as a distributed weight."""
 
 
 def test_a_weight_of_another_class_is_not_recorded(cpu_backends: CpuBackends) -> None:

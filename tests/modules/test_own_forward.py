@@ -1,4 +1,4 @@
-"""Modules with a ``forward`` of ours: freed with what holds them, and following their class."""
+"""Modules whose ``forward`` this package replaced: they are freed, and follow their class."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def inputs(kind: str) -> dict[str, Tensor]:
 
 
 def use(kind: str, model: Any) -> None:
-    """Call a model as users do: until launches are replayed, with gradients, to generate."""
+    """Call a model as users do: until launches are replayed, with gradients, and to generate."""
     with torch.inference_mode():
         for _ in range(3):
             model(**inputs(kind))
@@ -99,7 +99,7 @@ def parts(model: nn.Module) -> list[weakref.ref[Any]]:
 
 
 def left(refs: list[weakref.ref[Any]]) -> set[str]:
-    """Name the types of what is still there."""
+    """Return the types of the objects that are still alive."""
     return {type(part).__name__ for ref in refs if (part := ref()) is not None}
 
 
@@ -172,7 +172,7 @@ def test_a_forward_without_its_module_says_so() -> None:
         forward(torch.zeros(1, 1, 128))
 
 
-# of a model, a module that is fused
+# by model, the path of a fused module
 FUSED = {
     "decoder layer": ("Llama", "model.layers.0"),
     "feed-forward": ("Llama", "model.layers.0.mlp"),
@@ -207,7 +207,7 @@ def test_a_shallow_copy_has_settings_of_its_own(case: str, fuses_on_cpu: None) -
 
 @contextlib.contextmanager
 def patched(kind: type[Any]) -> Iterator[list[bool]]:
-    """Let a class compute otherwise; give whether each call got a real input."""
+    """Replace the forward of a class; return a list of whether each call got a real input."""
     own, seen = kind.forward, list[bool]()
 
     def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -262,7 +262,7 @@ def test_a_class_within_a_fused_module_that_is_patched_later_is_followed(
 
 @pytest.mark.filterwarnings("ignore")
 def test_compressed_tensors_offloads_a_model() -> None:
-    """It wraps each module's ``forward`` by its function, as every method has one."""
+    """compressed-tensors wraps the function of each module's ``forward``, as methods have one."""
     offload = pytest.importorskip("compressed_tensors.offload")
     model: Any = made("Llama")
     fp8kit.convert(model)

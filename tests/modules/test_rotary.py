@@ -1,4 +1,4 @@
-"""Attention of Transformers with rotary embedding in one launch: which, and that all else stays."""
+"""Transformers' attention with rotary embedding in one launch: which classes, others stay."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def converted(kind: str = "llama", **changes: Any) -> Any:
 
 
 def patch(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
-    """Put something else into the code of Llama."""
+    """Replace a function in Transformers' module of Llama."""
     monkeypatch.setattr(f"{modeling_llama.__name__}.{name}", value)
 
 
@@ -144,7 +144,7 @@ def in_fp32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
 
 
 def on_a_gpu(*operands: Tensor) -> Any:
-    """Fail, as a kernel of another library does on a CPU."""
+    """Fail, like a kernel of another library on a CPU."""
     raise RuntimeError
 
 
@@ -242,7 +242,7 @@ def test_a_wrapped_class_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def renamed(forward: Callable[..., Any], used: list[str]) -> Callable[..., Any]:
-    """Decorate a ``forward`` as Transformers does where an argument has a new name."""
+    """Decorate a ``forward`` as Transformers does after it has renamed an argument."""
 
     @functools.wraps(forward)
     def decorated(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Siblings that share an input: the bits of separate layers, in every order of calls."""
+"""Siblings that share an input compute the same bits as separate layers, in any call order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops import operators
 from fp8kit.quantizers.problem import QUANTIZER_BACKENDS, QuantizeProblem
 from fp8kit.runtime.replay_cache import ReplayCache
-from groups import produced
+from groups import hand_over_codes
 from numerics import assert_bits_equal
 
 SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "FP8_TENSOR", "FP8_WEIGHT_ONLY")
@@ -211,7 +211,7 @@ def test_a_result_of_old_weights_is_not_handed_out(device: torch.device) -> None
 def test_weights_that_arrive_with_the_call_are_not_read_before(
     by: str, device: torch.device
 ) -> None:
-    """As offloading does it: a layer is filled before its call and emptied after it."""
+    """Offloading fills a layer before its call and empties it afterwards."""
     layers, x = siblings(device), tokens(device)
     wanted = [layer(x) for layer in layers]
     SharedInput(layers)
@@ -354,7 +354,7 @@ def test_layers_whose_bits_may_not_depend_on_rows_share_their_codes_alone(
 
 
 class Trio(nn.Module):
-    """Three siblings that share; after ``between``, what the others read has changed or not."""
+    """Three siblings; ``between`` runs after the first, and may change the others' input."""
 
     def __init__(self, device: torch.device, scheme: str, unchanging: bool) -> None:
         super().__init__()
@@ -742,7 +742,7 @@ def test_shared_under_vmap(device: torch.device) -> None:
 
 
 def capturing(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Let the groups of a CPU believe that a graph is captured; give what they asked about."""
+    """Make groups on a CPU believe that a graph is being captured; return what they asked about."""
     asked: list[Tensor] = []
 
     def watch(self: SharedInput, x: Tensor) -> None:
@@ -766,7 +766,7 @@ def test_weights_that_a_graph_has_captured_do_not_move(
     with monkeypatch.context() as patch:
         asked = capturing(patch)
         if offered:
-            produced(group, x, x)
+            hand_over_codes(group, x, x)
         layers[0](x)
     assert asked
     for _ in range(2):
@@ -864,7 +864,7 @@ def test_siblings_of_a_layer_that_is_gone_compute_on(
     for _ in range(2):
         x = tokens(device)
         if offered:
-            produced(group, x, x)
+            hand_over_codes(group, x, x)
         for layer in layers:
             assert_bits_equal(layer(x), siblings_alone(layer, x))
         if len(layers) == 3:
@@ -877,7 +877,7 @@ def test_threads_do_not_take_what_waits_for_another(device: torch.device) -> Non
     group = SharedInput(layers)
     x = tokens(device)
     stand_in = torch.full_like(x, torch.nan)
-    produced(group, stand_in, x)
+    hand_over_codes(group, stand_in, x)
     other = threading.Thread(target=lambda: layers[0](tokens(device)))
     other.start()
     other.join()
@@ -886,7 +886,7 @@ def test_threads_do_not_take_what_waits_for_another(device: torch.device) -> Non
 
 
 class Streams:
-    """Which stream work goes to now, and to which ones memory was told of."""
+    """Fakes the current stream, and collects the streams that memory is recorded on."""
 
     def __init__(self) -> None:
         self.now = "main"

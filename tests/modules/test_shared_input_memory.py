@@ -1,4 +1,4 @@
-"""Joined siblings lie in one allocation, and yet nobody takes them for tied weights."""
+"""Joined siblings lie in one allocation, but no library takes them for tied weights."""
 
 from __future__ import annotations
 

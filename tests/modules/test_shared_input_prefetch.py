@@ -1,4 +1,4 @@
-"""Joined weights are read early like any other, and never one of which a part has changed."""
+"""Joined weights are prefetched like others, except after one of their parts has changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import fp8kit
 from fp8kit.modules import shared_input
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.runtime.weight_hazards import safe_to_prefetch
-from groups import Group, produced
+from groups import Group, hand_over_codes
 from numerics import assert_bits_equal
 
 launches = pytest.importorskip("launches", reason="cuda-bindings is not installed")
@@ -41,7 +41,7 @@ def group(scheme: str = "FP8_DYNAMIC") -> SharedInput:
 
 
 def step(joined: SharedInput, early: list[bool], rows: int = 4) -> list[bool]:
-    """Call every member with one new input, and say which launches were early."""
+    """Call every member with one new input, and return which launches prefetched the weight."""
     early.clear()
     x = torch.randn(rows, 256, dtype=torch.bfloat16)
     for member in joined.members:
@@ -50,10 +50,10 @@ def step(joined: SharedInput, early: list[bool], rows: int = 4) -> list[bool]:
 
 
 def step_with_codes(joined: SharedInput, early: list[bool], rows: int = 4) -> list[bool]:
-    """Call every member with what a fused norm offers, and say which launches were early."""
+    """Call every member with a fused norm's codes; return which launches prefetched the weight."""
     early.clear()
     stand_in = torch.zeros((), dtype=torch.bfloat16).expand(rows, 256)
-    produced(joined, stand_in, torch.randn(rows, 256, dtype=torch.bfloat16))
+    hand_over_codes(joined, stand_in, torch.randn(rows, 256, dtype=torch.bfloat16))
     for member in joined.members:
         member(stand_in)
     return list(early)
@@ -247,7 +247,7 @@ def test_a_sibling_written_just_before_is_seen(offered: bool) -> None:
 
     def results() -> list[Tensor]:
         if offered:
-            produced(joined, stand_in, x)
+            hand_over_codes(joined, stand_in, x)
         return [member(stand_in if offered else x) for member in joined.members]
 
     def write(member: int, version: int) -> None:
@@ -280,7 +280,7 @@ def test_on_hopper_joined_products_are_early_and_recorded(scheme: str) -> None:
     stand_in = torch.zeros((), device="cuda", dtype=torch.bfloat16).expand(x.shape)
     for _ in range(3):
         y = [member(x) for member in joined.members]
-        produced(joined, stand_in, x)
+        hand_over_codes(joined, stand_in, x)
         for member, own in zip(joined.members, y, strict=True):
             assert_bits_equal(member(stand_in), own)
     assert all(safe_to_prefetch(m.weight) for m in joined.members)

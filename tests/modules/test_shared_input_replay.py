@@ -1,4 +1,4 @@
-"""Joined layers, and products of codes that were made elsewhere, repeat their launches too."""
+"""Joined layers, and GEMMs of codes from a fused producer, replay their launches too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops import operators
 from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime.replay_cache import MOST_KEYS
-from groups import Group, produced
+from groups import Group, hand_over_codes
 from numerics import assert_bits_equal
 from recorded_calls import CpuBackends, install
 
@@ -40,7 +40,7 @@ def x_of(rows: int = 3, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def operator(layer: fp8kit.Fp8Linear, x: Tensor | RowCodes) -> Tensor:
-    """Compute by the registered operator, which nothing shortens."""
+    """Compute by the registered operator, without replay."""
     if isinstance(x, RowCodes):
         options = operators.options_of_codes(x, layer.options())
         return operators.codes_registered(*x.inputs, *layer.operands()[:3], *options)
@@ -52,7 +52,7 @@ def called(joined: SharedInput, x: Tensor) -> list[Tensor]:
 
 
 def assert_recorded(joined: SharedInput, backends: CpuBackends) -> None:
-    """Assert that calls are repeated from the third on, and that each gives what operators give."""
+    """Assert that calls are replayed from the third on, and that all equal the operators."""
     for turn in range(5):
         x = x_of()
         backends.calls.clear()
@@ -88,7 +88,7 @@ def test_joined_products_of_codes_are_recorded(scheme: str, cpu_backends: CpuBac
         x = x_of()
         stand_in = torch.zeros(()).expand(x.shape)
         cpu_backends.calls.clear()
-        produced(joined, stand_in, x)
+        hand_over_codes(joined, stand_in, x)
         results = called(joined, stand_in)
         assert cpu_backends.calls == ([] if turn > 1 else ["quantize", "multiply"])
         for member, y in zip(joined.members, results, strict=True):
@@ -120,7 +120,7 @@ def test_groups_are_recorded_in_inference_mode(
 
 
 def other_codes(layer: fp8kit.Fp8Linear) -> dict[str, RowCodes]:
-    """Return codes of one shape that a recording of ordinary ones would misread."""
+    """Return codes of the same shape that a recording of ordinary codes would misread."""
     x = x_of()
     codes = layer.quantize_input(x)
     q = fp8kit.quantize(x, codes.group, dtype=torch.float8_e5m2, scale_layout="column")
@@ -145,7 +145,7 @@ def test_a_recording_is_for_codes_of_one_kind(kind: str, cpu_backends: CpuBacken
     for turn in range(3):
         cpu_backends.calls.clear()
         y = layer.multiply(other)
-        # what is copied before it is read is an operation of torch, which no recording repeats
+        # a copy before the read is an operation of torch, so the call is not recorded
         repeated = turn > 1 and kind in ("result", "format")
         assert cpu_backends.calls == ([] if repeated else ["multiply"])
         assert_bits_equal(y, operator(layer, other))
@@ -187,7 +187,7 @@ def test_a_change_of_any_member_is_seen(
 
 
 class View(nn.Module):
-    """Gives another tensor at each call, at one address."""
+    """Returns another tensor at each call, at the same address."""
 
     def forward(self, held: Tensor) -> Tensor:
         return held.view_as(held)
@@ -228,7 +228,7 @@ def test_codes_of_another_width_are_refused(rows: int) -> None:
 
     def behind(x: Tensor) -> None:
         stand_in = torch.zeros(()).expand(x.shape)
-        produced(joined, stand_in, x)
+        hand_over_codes(joined, stand_in, x)
         called(joined, stand_in)
 
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""FP8 forms of classes of experts: gates, arguments and settings of the dense class."""
+"""FP8 forms of experts' classes keep gates, arguments and settings of the dense class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ E, H, N = 4, 128, 128
 
 
 class Experts(nn.Module):
-    """Gated experts with a function of their own."""
+    """Gated experts with their own gate function."""
 
     def __init__(self, act_fn: Any) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_a_setting_that_is_no_longer_read_cannot_be_changed(given: tuple[Tensor,
 
 
 def test_replicas_of_other_gpus_get_copies_of_all_that_is_held(given: tuple[Tensor, ...]) -> None:
-    """As ``DataParallel`` makes them: parameters are attributes, children are replicas, too."""
+    """``DataParallel`` makes replicas of children, too, and plain attributes of parameters."""
     module = converted(Bounded(nn.SiLU()))
     replica = module._replicate_for_data_parallel()
     replica.act_fn = module.act_fn._replicate_for_data_parallel()

@@ -1,4 +1,4 @@
-"""Copies for trials own what they change, and seeds and defaults stay the caller's."""
+"""Trial runs change neither the caller's module nor its random seeds and default dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8kit.modules.trials import CopyError, contents, isolated_copy, on_trial
 
 
 class Busy(nn.Linear):
-    """Counts in every way that a module can."""
+    """Keeps counts in every way that a module can."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)

@@ -17,7 +17,7 @@ WIDTHS = (32, 8, 0, 8)
 
 
 def parts() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes of parts quantized on their own, their scales, and the values that both stand for."""
+    """Return codes of separately quantized parts, their scales, and the dequantized values."""
     generator = torch.Generator().manual_seed(3)
     found = [
         fp8kit.quantize(torch.randn(n, 64, generator=generator) * 10**i, fp8kit.TENSOR)

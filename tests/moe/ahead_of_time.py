@@ -1,4 +1,4 @@
-"""Compile the experts' Triton kernels for several GPUs without one, and count, as JSON."""
+"""Compile the experts' Triton kernels for several GPUs without having one; print counts as JSON."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ COUNTED = {
 
 
 def main() -> None:
-    """Print one JSON object: variant to counts."""
+    """Print one JSON object: counts by variant."""
     found = {}
     for device, scales, m, activation in VARIANTS:
         for launched in launches(device, scales, m, activation):
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def launches(device: str, scales: str, m: int, activation: Activation) -> list[moe.Launch]:
-    """Describe the two products of a layer of the size of Qwen3-30B-A3B."""
+    """Describe the two GEMMs of a layer of experts as large as those of Qwen3-30B-A3B."""
     count, k, hidden, inner = 128, 8, 2048, 768
     (capability, facts), (x_group, w_group) = DEVICES[device], SCALES[scales]
 

@@ -26,7 +26,7 @@ VARIANTS = (
 
 
 def main() -> None:
-    """Print one JSON object: variant to counts."""
+    """Print one JSON object: counts by variant."""
     found: dict[str, dict[str, int]] = {}
 
     def compiled(kernel: Any, blocks: int, *arguments: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""What stands between two products of an expert, against the models that have it."""
+"""The activation between the two GEMMs of an expert, compared with the models that have it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Experts at every number of pairs, experts and features where their kernels are cut another way.
+"""Experts at every number of pairs, experts and features at which the tiling changes.
 
-Inputs and weights are such that the tensor core's short sums hold the first product exactly, so
-that no code of the intermediate moves but by fp32. They lie in memory that is NaN around them, and
-so are the weights of experts that nobody takes.
+Inputs and weights are such that the tensor core's short sums hold the first GEMM's result exactly,
+so that only fp32 rounding can change a code of the intermediate. Operands are surrounded by NaN,
+and the weights of experts without tokens are NaN.
 
 `make test-gpu` takes a sample of the cases; `make sweep` takes all of them.
 """
@@ -63,7 +63,7 @@ FEW_EXPERTS = 32
 
 
 class Kind(NamedTuple):
-    """What a case is but for its sizes; ``integral``: scales are powers of two."""
+    """The properties of a case except its sizes; ``integral``: scales are powers of two."""
 
     groups: tuple[GroupShape | None, GroupShape]
     activation: moe.Activation = moe.Activation()
@@ -76,7 +76,7 @@ class Kind(NamedTuple):
         return self.groups[0] == TENSOR
 
     def on_hopper(self, hidden: int, inner: int) -> bool:
-        """Whether the Hopper kernels say that they take such sizes."""
+        """Return whether the Hopper kernels support these sizes."""
         multiple = tile_config.HALF if self.groups[1] == BLOCK else 16
         known = self.groups[0] not in (None, MX)
         return known and hidden % 16 == 0 and inner % multiple == 0
@@ -110,9 +110,9 @@ class Case(NamedTuple):
     Args:
         hidden: H.
         inner: I.
-        top_k: pairs of a token.
-        counts: pairs of each expert.
-        strangers: pairs of no expert.
+        top_k: pairs per token.
+        counts: number of pairs of each expert.
+        strangers: number of pairs whose id is of no expert.
     """
 
     hidden: int
@@ -131,7 +131,7 @@ class Case(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """How many pairs each expert has, and how many have none."""
+    """The number of pairs of each expert, and of pairs without an expert."""
 
     counts: tuple[int, ...]
     strangers: int = 0
@@ -139,14 +139,14 @@ class Routes(NamedTuple):
 
 @functools.cache
 def tiles() -> dict[int, int]:
-    """Return the tokens of each tile that is chosen, with the most pairs per expert that do."""
+    """Return the tokens of each chosen tile, with the largest pairs per expert that choose it."""
     chosen = {each: tile_config.choose(each, 1).tokens for each in range(1, 1025)}
     last = {tokens: each for each, tokens in chosen.items()}
     return {tokens: min(each, 2 * tokens) for tokens, each in last.items()}
 
 
 def cut_of_pairs(pairs: int, experts: int) -> object:
-    """Return what decides how so many pairs are sorted and multiplied."""
+    """Return the choices that depend on the number of pairs: how they are sorted and multiplied."""
     blocks = 1 if pairs <= tile_config.PAIRS_OF_BLOCK else tile_config.SORT_CLUSTER
     return (
         tile_config.choose(pairs, experts),
@@ -158,7 +158,7 @@ def cut_of_pairs(pairs: int, experts: int) -> object:
 
 @functools.cache
 def rows_in_triton(each: int) -> int:
-    """Return the rows of a tile of Triton's kernel, for so many of an expert on an H200."""
+    """Return the rows of a tile of Triton's kernel for ``each`` rows per expert on an H200."""
     dense = MatmulProblem(
         1, 256, 256, ROW, ROW, E4M3, E4M3, BF16, False, "precise", False, "cuda", (9, 0)
     )
@@ -167,14 +167,14 @@ def rows_in_triton(each: int) -> int:
 
 
 def cut_of_tokens(hidden: int) -> object:
-    """Return what decides how kernels beside the products read and write a token."""
+    """Return the choices that decide how kernels besides the GEMMs read and write a token."""
     vectors = hidden // tile_config.VECTOR
     threads = min(tile_config.THREADS, round_up(vectors, 32))
     return -(-vectors // tile_config.THREADS), threads
 
 
 def spread(pairs: int, experts: int, among: int, draw: random.Random) -> Routes:
-    """Deal pairs to some of the experts at random, one in nine to none of them."""
+    """Assign pairs to some of the experts at random, and one in nine to no expert."""
     chosen = draw.sample(range(experts), among)
     counts = [0] * experts
     for _ in range(pairs - pairs // 9):
@@ -184,9 +184,9 @@ def spread(pairs: int, experts: int, among: int, draw: random.Random) -> Routes:
 
 @functools.cache
 def routes() -> list[Routes]:
-    """Return pairs beside every edge of their number, of experts, and of tiles of one expert."""
+    """Return routes around the edges of the numbers of pairs, experts, and tiles of one expert."""
     draw, found = random.Random(0), []
-    # their number, by which configurations are chosen, for one expert, a few and many
+    # the number of pairs, which decides the configuration, for one expert, a few and many
     for experts in (1, 5, 2 * 32 + 1):
         most = max(
             max(tiles().values()) * experts + 8,
@@ -195,11 +195,11 @@ def routes() -> list[Routes]:
         )
         for pairs in around(changes(lambda n, e=experts: cut_of_pairs(n, e), most), most):
             found.append(spread(pairs, experts, -(-experts // draw.choice((1, 1, 3))), draw))
-    # experts, which are found by halving, up to the most that are taken
+    # the number of experts, which are found by binary search, up to the most that are supported
     edges = changes(lambda n: (n - 1).bit_length(), tile_config.MOST_EXPERTS)
     for experts in around([1, *edges, tile_config.MOST_EXPERTS], tile_config.MOST_EXPERTS):
         found.append(spread(2 * experts + draw.randrange(90), experts, experts, draw))
-    # rows of an expert beside a multiple of a tile, in a layer that is cut into such tiles
+    # the rows of an expert around a multiple of a tile, in a layer that uses such tiles
     for tokens, times in itertools.product(tiles(), (0, 1, 2)):
         beside = [n for d in range(-7, 8) if (n := tokens * times + d) > 0]
         for strangers in range(MOST_TOP_K):
@@ -213,7 +213,7 @@ def routes() -> list[Routes]:
                 counts = beside + [0] * (experts - len(beside))
                 draw.shuffle(counts)
                 found.append(Routes(tuple(counts), strangers))
-    # one expert that has them all
+    # one expert that has all pairs
     for pairs in around(tiles(), max(tiles()) + 7):
         counts = [0] * 7
         counts[draw.randrange(7)] = pairs
@@ -223,7 +223,7 @@ def routes() -> list[Routes]:
 
 @functools.cache
 def aligned_sizes() -> list[tuple[int, int]]:
-    """Return H and I that Hopper's kernels take, all up to where their pipelines are full."""
+    """Return all H and I that Hopper's kernels support, up to sizes with full pipelines."""
     stages = max(
         tile_config.choose(each, 1).stages(products)
         for each in tiles().values()
@@ -239,7 +239,7 @@ def aligned_sizes() -> list[tuple[int, int]]:
 
 @functools.cache
 def odd_sizes() -> list[tuple[int, int]]:
-    """Return H and I beside the ends of tiles and of steps along K, of any remainder."""
+    """Return H and I around the ends of tiles and of steps along K, with all remainders."""
     edges = changes(lambda k: (-(-k // TILE_K), k.bit_length()), 8 * TILE_K + 8)
     found = around(edges, 8 * TILE_K + 8)
     others = found[:]
@@ -248,7 +248,7 @@ def odd_sizes() -> list[tuple[int, int]]:
 
 
 def cases(name: str) -> list[Case]:
-    """Return cases of a kind. Every second of the routes: other kinds have the others."""
+    """Return cases of a kind, with every second of the routes; other kinds have the rest."""
     kind, turn = KINDS[name], list(KINDS).index(name)
     draw, multiple = random.Random(name), tile_config.HALF if KINDS[name].groups[1] == BLOCK else 16
     small = [size for size in aligned_sizes() if max(size) <= 4 * TILE_K]
@@ -271,14 +271,14 @@ def cases(name: str) -> list[Case]:
 def routed(
     size: tuple[int, int], counts: tuple[int, ...], strangers: int, draw: random.Random
 ) -> Case:
-    """Make a case with as many pairs of a token as divide all pairs, at most eight."""
+    """Make a case whose top k is the largest divisor of the number of pairs up to eight."""
     pairs = sum(counts) + strangers
     top_k = draw.choice([k for k in range(1, MOST_TOP_K + 1) if pairs % k == 0])
     return Case(*size, top_k, counts, strangers)
 
 
 def integers(*shape: int, device: str) -> Tensor:
-    """Draw integers up to seven, halved in half of the groups of 128, each of which has a seven.
+    """Draw integers up to seven; every group of 128 has a seven, and half of them are halved.
 
     128 products of such numbers have a sum of less than 14 bits: at most 28^2 times the least one,
     and with random signs 2^11 times, as a rule.
@@ -291,14 +291,14 @@ def integers(*shape: int, device: str) -> Tensor:
 
 
 def factors(*shape: int, integral: bool, device: str) -> Tensor:
-    """Draw what a scale must make good: any number about one, or one or its half."""
+    """Draw factors that scales must compensate: numbers around one, or one and a half of it."""
     if integral:
         return 0.5 ** torch.randint(0, 2, shape, device=device)
     return 0.5 + torch.rand(shape, device=device)
 
 
 def matrices(count: int, rows: int, cols: int, kind: Kind, device: str) -> Tensor:
-    """Draw weights of experts, such that codes are exact."""
+    """Draw weights of experts whose codes are exact."""
     group = kind.groups[1]
     size = 2.0 ** round(math.log2(cols**-0.5 / 9))
     high, wide = (1, cols) if group in (ROW, MX) else (rows, cols)
@@ -311,7 +311,7 @@ def matrices(count: int, rows: int, cols: int, kind: Kind, device: str) -> Tenso
 
 
 def drawn(kind: Kind, case: Case, device: str) -> tuple[Layer, Tensor, Tensor, Tensor]:
-    """Draw a layer, its input and its routes; experts that nobody takes are NaN."""
+    """Draw a layer, its input and its routes; experts without tokens are NaN."""
     hidden, inner, top_k, counts, strangers = case
     count = len(counts)
     gate_up = matrices(count, kind.activation.columns(inner), hidden, kind, device)
@@ -340,7 +340,7 @@ def drawn(kind: Kind, case: Case, device: str) -> tuple[Layer, Tensor, Tensor, T
 
 
 def poisoned(q: QTensor, rows: Tensor) -> QTensor:
-    """Return codes and scales between NaN, of which such rows are NaN; one scale stays."""
+    """Return codes and scales surrounded by NaN, with these rows NaN; a single scale stays."""
     data, scale = q.data.view(torch.uint8).clone(), q.scale.clone()
     data[rows] = FP8_FORMATS[q.data.dtype].nan_code
     if scale.shape[0] == rows.shape[0]:
@@ -353,10 +353,10 @@ Product = Callable[[GroupedOperands, GroupedProblem], Tensor]
 
 
 def problems_of(name: str, case: Case, compute: Compute, device: str) -> str:
-    """Give what is wrong with a layer, nothing if all is well.
+    """Return what is wrong with a layer; empty if all is well.
 
-    Tokens have the values of the slow layer, the same bits at the second call, and the same bits
-    among tokens that are NaN.
+    Tokens must have the values of the slow layer, the same bits at a second call, and the same bits
+    if other tokens are NaN.
     """
     layer, x, ids, weights = drawn(KINDS[name], case, device)
 
@@ -378,7 +378,7 @@ def problems_of(name: str, case: Case, compute: Compute, device: str) -> str:
 
 
 def quick_place(layer: Layer, *others: Tensor) -> tuple[Any, ...]:
-    """Return all on the CPU if there are many experts: each waits for the GPU several times."""
+    """Move a layer of many experts to the CPU: on a GPU each expert takes several waits."""
     if layer.w13.data.shape[0] <= FEW_EXPERTS:
         return layer, *others
     on_cpu = (
@@ -393,7 +393,7 @@ def quick_place(layer: Layer, *others: Tensor) -> tuple[Any, ...]:
 
 
 def problems_of_product(name: str, case: Case, turn: int, compute: Product, device: str) -> str:
-    """Give what is wrong with one product ``[rows, H] @ [H, I]`` of the rows of each expert."""
+    """Return what is wrong with one grouped GEMM ``[rows, H] @ [H, I]``."""
     groups, k, n = PRODUCTS[name], case.hidden, case.inner
     before, rows = case.strangers // 2, sum(case.counts) + case.strangers
     ends = list(itertools.accumulate(case.counts, initial=before))
@@ -431,7 +431,7 @@ def problems_of_product(name: str, case: Case, turn: int, compute: Product, devi
 
 
 def dispatched(backend: str) -> Compute:
-    """Return a function that lets one backend compute; declining is an error."""
+    """Return a function that computes by one backend; declining is an error."""
 
     def compute(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
         choice = choose(MOE_BACKENDS, problem, backend)
@@ -443,7 +443,7 @@ def dispatched(backend: str) -> Compute:
 
 
 def multiplied(operands: GroupedOperands, problem: GroupedProblem) -> Tensor:
-    """Let Triton's kernel multiply; declining is an error."""
+    """Multiply by Triton's kernel; declining is an error."""
     choice = choose(MOE_BACKENDS, problem, "triton_experts")
     assert choice.implementation is not None, str(choice)
     found: Tensor = choice.implementation.grouped(operands, problem)

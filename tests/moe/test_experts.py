@@ -1,4 +1,4 @@
-"""Layers of experts: every backend against a slow one, edges, gradients, compilers."""
+"""Layers of experts: every backend compared with ``slow_experts``; edges, gradients, compilers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make(case: str, tokens: int = 6, top_k: int = 3) -> tuple[Layer, Tensor, Ten
         layer = layer._replace(input_scale=torch.full((1, 1), 0.02))
     layer = layer._replace(on_input="input" in others)
     x = torch.randn(tokens, sizes[1]).to(dtype)
-    # strangers on both sides, and now and then an id twice
+    # ids include -1 and E, which are of no expert, and sometimes repeat
     return layer, x, torch.randint(-1, sizes[0] + 1, (tokens, top_k)), torch.rand(tokens, top_k)
 
 
@@ -79,7 +79,7 @@ def compute(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, **options: An
 
 
 def in_triton(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Run the kernels under the interpreter, where dispatch would decline a CPU."""
+    """Run the kernels under the interpreter, although dispatch declines Triton on a CPU."""
     operands, problem, _ = operators.described(operator_arguments(layer, x, ids, weights))
     assert triton.supports(problem) is None
     result: Tensor = triton.experts(operands, problem)
@@ -205,7 +205,7 @@ def test_an_expert_taken_twice_counts_twice(backend: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 2), (5, 0)])
-def test_nothing_gives_zeros(shape: tuple[int, int]) -> None:
+def test_no_tokens_or_no_ids_give_zeros(shape: tuple[int, int]) -> None:
     layer, _, _, _ = make("rows")
     ids = torch.zeros(shape, dtype=torch.int64)
     y = compute(layer, torch.randn(shape[0], 64), ids, ids.float())

@@ -34,7 +34,7 @@ def some_of(q: QTensor, chosen: list[int]) -> QTensor:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("group", [ROW, BLOCK], ids=str)
 @pytest.mark.parametrize("tokens", [3, 300])
-def test_weights(tokens: int, group: GroupShape, backend: str) -> None:
+def test_stacks_beyond_31_bit_offsets(tokens: int, group: GroupShape, backend: str) -> None:
     hidden, inner, count = 4096, 2048, 264
     w13, w2 = stack(count, 2 * inner, hidden, group), stack(count, hidden, inner, group)
     assert w2.data.numel() > LIMIT

@@ -1,4 +1,4 @@
-"""Layers of experts repeat their launches, and never a stale one."""
+"""Layers of experts replay their launches, and never stale ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def other_class() -> nn.Module:
 
 
 def unrecorded(layer: nn.Module, *given: Any) -> Tensor:
-    """Compute with a copy, whose codes have no recordings."""
+    """Compute with a copy of the layer, whose codes have no recordings."""
     result: Tensor = copy.deepcopy(layer)(*given)
     return result
 

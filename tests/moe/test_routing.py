@@ -1,4 +1,4 @@
-"""Routing against the routers of the models themselves."""
+"""Routing, compared with the models' own routers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that compute something else, or nothing, are found before they compute experts."""
+"""The self check finds kernels with wrong or missing results before they compute experts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_short_sums_of_a_tensor_core_pass(
 
 Spoil = Callable[[Any], Any]
 GROUPS = ["FP8_BLOCK", "MXFP8"]  # kinds with scales along K
-# what a product may be given instead of what it should get, and the kinds that have it
+# wrong scales that a GEMM may get instead of the right ones, and the kinds that have them
 OTHER_SCALES: dict[str, tuple[list[str], Spoil]] = {
     "of another token": (
         ["FP8_DYNAMIC", "FP8_TENSOR", *GROUPS],

@@ -1,4 +1,4 @@
-"""The kernel that chooses experts: against torch, with ties and NaN, compiled, captured."""
+"""The kernel that chooses experts, compared with torch: ties, NaN, compilation, capture."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def device(device: torch.device) -> torch.device:
 
 
 def assert_chooses(x: Tensor, bias: Tensor | None, how: Formula) -> None:
-    """Check that no better experts are left, in order, and that the weights are theirs."""
+    """Check that the best experts are chosen, in order, and that the weights belong to them."""
     ids, weights = kernel.choose(x, bias, how)
     scores = choice.scores_of(x, how.scoring)
     worth = scores if bias is None else scores + bias.float()

@@ -114,7 +114,7 @@ def matmul_cases(
 
 
 def assert_op(op: Any, args: tuple[Any, ...]) -> None:
-    """Run torch's own checks; where its schema check cannot compare FP8 inputs, do it here."""
+    """Run torch's own checks; its schema check cannot compare FP8 inputs, which is done here."""
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     tensors = [a for a in tree_leaves(args) if isinstance(a, Tensor)]
     if not any(t.dtype == E4M3 for t in tensors):
@@ -161,7 +161,7 @@ def test_opcheck_covers_every_operator() -> None:
     producers = ("rms_norm", "layer_norm", "activation", "concatenated_activation")
     elsewhere = {f"{producer}_quantize" for producer in producers}
     elsewhere |= {"attention_of_one_token", "experts", "experts_backward", "grouped_scaled_mm"}
-    # those are checked where they are tested, in tests/fused and tests/moe
+    # the others are checked by their own tests, in tests/fused and tests/moe
     assert {str(op).removeprefix("fp8kit.") for op in tested} == registered - elsewhere
 
 

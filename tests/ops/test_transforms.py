@@ -1,4 +1,4 @@
-"""FP8 layers under transforms of ``torch.func``: the gradients that ``backward`` gives."""
+"""FP8 layers under transforms of ``torch.func`` have the gradients of ``backward``."""
 
 from __future__ import annotations
 

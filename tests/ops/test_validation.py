@@ -1,4 +1,4 @@
-"""Values of scales are looked at where nobody waits for them, and nowhere else."""
+"""Values of scales are checked only where that causes no wait for a device."""
 
 from __future__ import annotations
 

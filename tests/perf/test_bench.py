@@ -1,4 +1,4 @@
-"""``fp8kit bench``: what it times and what it prints."""
+"""``fp8kit bench``: its cases and its output."""
 
 from __future__ import annotations
 

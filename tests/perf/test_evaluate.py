@@ -26,7 +26,7 @@ NANO = Path(__file__).parents[2] / "examples" / "nano"
 
 
 class Stack(nn.Module):
-    """Three layers in a row, the second of which is fed outliers."""
+    """Three layers in a row; the second one gets outliers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def test_calls_that_differ_have_no_drift() -> None:
 
 
 class Headed(nn.Module):
-    """A model with a head: its logits, and what a test makes of them."""
+    """A model with a head, whose logits a test may change."""
 
     def __init__(self, classes: int, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

@@ -85,7 +85,7 @@ def test_the_explained_backend_is_the_one_that_runs(
 
 @pytest.fixture
 def describe_layers_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[MatmulProblem], None]:
-    """Return a function that sets the problem of all layers, on a GPU that need not be here."""
+    """Return a function that sets the problem of all layers, on a GPU that need not exist here."""
     return lambda problem: monkeypatch.setattr(fp8kit.Fp8Linear, "problem", lambda *_: problem)
 
 

@@ -1,4 +1,4 @@
-"""How long a case is measured, and what counts."""
+"""How long a case is measured, and which time counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8kit.perf.timing import Effort, calls_for, copies_past_cache
 
 
 def new_clock() -> Any:
-    """Give the clock of one measurement, which remembers how long a start takes."""
+    """Return the clock of one measurement, which remembers how long a start takes."""
     return timing._Clock()
 
 

@@ -1,4 +1,4 @@
-"""Tuning: only candidates that compute the right thing may win, and what is kept is used."""
+"""Tuning: only candidates with right results may win, and stored times are used."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def timer_of(times: Mapping[str, float]) -> Callable[..., dict[str, float]]:
 
 @pytest.fixture
 def backends(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], None]:
-    """Put a backend that is quick and spoils the right result before the honest one."""
+    """Put a fast backend with spoiled results before the right one."""
     quick = MatmulBackend(run=reference.run)
     honest = MatmulBackend(run=reference.run)
     backend_tables.install(
@@ -97,7 +97,7 @@ def one_row(y: Tensor) -> Tensor:
 
 
 class Racing:
-    """Right within every bound, and different at every call."""
+    """Right within every bound, but with different results at every call."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -341,7 +341,7 @@ def test_tuning_on_a_gpu_fills_a_table() -> None:
 
 
 class OutOfResources(Exception):
-    """As Triton's: no RuntimeError."""
+    """Like Triton's error of this name, no ``RuntimeError``."""
 
 
 def too_large(y: Tensor) -> Tensor:
@@ -380,7 +380,7 @@ def test_times_are_stored_shape_by_shape(backends: Callable[[Spoil], None]) -> N
 def test_what_was_rejected_is_not_dispatched(
     backends: Callable[[Spoil], None], cache_dir: Path
 ) -> None:
-    """Neither for want of a time, nor by the time that the wheel's table has."""
+    """A rejected candidate runs neither as unmeasured nor by its time in the wheel's table."""
     backends(one_row)
     outcome = tuned()
     (case,) = outcome.table.rows
@@ -395,5 +395,5 @@ def test_what_was_rejected_is_not_dispatched(
     choice = choose(benched.MATMUL_BACKENDS, problem)
     assert choice.backend == "torch_native"
     assert "computed something else" in dict(choice.declined)["hopper_gemm"]
-    # a tuning of its own still tries it
+    # a new tuning still tries it
     assert ("hopper_gemm", "") in benched.candidates(problem)

@@ -1,4 +1,4 @@
-"""What a warm-up runs is what a request runs, fused producers of every kind included."""
+"""A warm-up runs the kernels that requests run, with fused producers of every kind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROWS = 17
 
 
 class Operators(TorchDispatchMode):
-    """Collect which operators of the package run, on what."""
+    """Collects the package's operators that run, with their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Operators(TorchDispatchMode):
 
 
 class Feed(nn.Module):
-    """Norm, projection, activation, projection: what a rule of a user can name."""
+    """Norm, projection, activation, projection, which a user's rule can name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def test_the_first_call_after_a_warm_up_repeats_recordings(
             model(ids)
             assert not backends.calls
         model(torch.arange(5)[None])
-    assert len(set(backends.calls)) > 2  # what was not warmed up is seen
+    assert len(set(backends.calls)) > 2  # the check sees calls that were not warmed up
 
 
 def test_experts_on_meta_are_refused() -> None:
@@ -243,7 +243,7 @@ def test_a_request_runs_no_experts_that_were_not_warmed_up(
 
 
 class Holder(nn.Module):
-    """A block that holds experts without a routing, and maybe says how many a token takes."""
+    """A block that holds experts without a routing, and may say how many each token takes."""
 
     def __init__(self, count: int = 8, **said: Any) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ def _module_says(top_k: int) -> nn.Module:
 
 
 class Config:
-    """As models of other libraries have it; ``top_k`` is for the sampling of tokens."""
+    """A config as in other libraries, whose ``top_k`` is about the sampling of tokens."""
 
     top_k = 5
 
@@ -321,7 +321,7 @@ def test_placed_experts_run_through_their_map(calls: list[tuple[int, ExpertsProb
 
 
 class OwnGate(nn.Module):
-    """Experts whose gate nothing of this package computes."""
+    """Experts with a gate that this package does not compute."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
-"""Compile quantizers for sm90 without a GPU and count what came out, as JSON.
+"""Compile quantizers and fused kernels for sm90 without a GPU; print resources and counts as JSON.
 
-The launchers run on a CPU; a launch compiles its kernel as it is there instead of starting it.
+The launchers run on a CPU. Instead of starting its kernel, a launch compiles it with the arguments
+that it would pass.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from fp8kit.quantizers import triton_groups, triton_rows, triton_tensor
 E4M3 = torch.float8_e4m3fn
 GROUPS = {"row": ROW, "group": GROUP128, "column": GROUP128, "static": TENSOR}
 PLAIN = (triton_groups, triton_rows, triton_tensor)
-# where columns are masked, by a constant or by a loop's bound: disassembling takes half a second
+# cases that mask columns, by a constant or by a loop's bound; only these are disassembled, because
+# that takes half a second each
 DISASSEMBLED = (
     *(f"{kind} 1025 row {dtype}" for kind in ("rms", "gated") for dtype in ("bf16", "fp16")),
     *("gelu 14336 row", "quantize 14336 row", "quantize 14336 block"),
@@ -49,10 +51,10 @@ COUNTED = {
 
 
 def main() -> None:
-    """Print one JSON object: case to counts."""
+    """Print one JSON object: counts by case."""
     found = {}
     for module in (*PLAIN, triton_activations, triton_norms, triton_plain_norm):
-        module.overlaps = lambda device: True  # as on the GPU they are compiled for
+        module.overlaps = lambda device: True  # as on the GPU that kernels are compiled for
     for name, case in cases().items():
         compiled: list[Any] = []
         JITFunction.run = lambda self, *a, _to=compiled, **k: _to.append(built(self, a, k))
@@ -65,7 +67,7 @@ def main() -> None:
 
 
 def cases() -> dict[str, Callable[[], object]]:
-    """Name the launches: a producer, K and the granularity."""
+    """Return the launches by name: a producer, K and the granularity."""
     todo: dict[str, Callable[[], object]] = {}
     for k in (4096, 8192):
         x, w = torch.empty(4096, k).bfloat16(), torch.empty(k).bfloat16()
@@ -115,7 +117,7 @@ def cases() -> dict[str, Callable[[], object]]:
 
 
 def target(group: GroupShape, kind: str) -> Target:
-    """Return how a result is quantized."""
+    """Return the ``Target`` of a fused kernel: how it quantizes its result."""
     scale = torch.empty(1, 1) if group == TENSOR else None
     layout = "column" if kind == "column" else "row"
     floor = min_scale(group, E4M3, "activation")

@@ -1,4 +1,4 @@
-"""The quantizer for CPUs: bits of the reference, and the pieces it works in."""
+"""The quantizer for CPUs: bit-equal to the reference, and its chunks of work."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_static_scales(inputs: torch.dtype, bad: float | None) -> None:
         assert_bits_equal(cpu.quantize_static(*arguments), reference.quantize_static(*arguments))
 
 
-def test_dispatch_prefers_it() -> None:
+def test_dispatch_prefers_the_cpu_quantizer() -> None:
     problem = QuantizeProblem.of(torch.ones(2, 2), ROW, torch.float8_e4m3fn)
     assert choose(QUANTIZER_BACKENDS, problem).backend == "cpu"
     other = QuantizeProblem.of(torch.ones(2, 2).double(), ROW, torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""Every quantizer at every width where it is cut another way, bit for bit against the reference.
+"""Every quantizer at every width where its tiling changes, bit for bit against the reference.
 
 `make test-gpu` takes a sample of the widths; `make sweep` takes all of them.
 """
@@ -41,7 +41,7 @@ NORMS = ("rms_norm", "add_rms_norm", "layer_norm", "adaptive", "plain_rms_norm")
 
 
 class Case(NamedTuple):
-    """One kernel at one size; ``turn`` varies what does not decide how it is cut."""
+    """One kernel at one size; ``turn`` varies the options that do not affect its tiling."""
 
     kernel: str
     m: int
@@ -129,7 +129,7 @@ SWEEPS: dict[str, Callable[[], Iterator[Case]]] = {
 
 
 def guarded(m: int, k: int, dtype: torch.dtype, integers: bool) -> Tensor:
-    """Return rows on the GPU that lie between rows of NaN, which no kernel may read.
+    """Return rows on the GPU surrounded by rows of NaN, which no kernel may read.
 
     With ``integers`` the sums of a row and of its squares are exact in any order.
     """
@@ -151,7 +151,7 @@ def target(group: GroupShape, dtype: torch.dtype = E4M3) -> Target:
 
 
 def run(case: Case) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-    """Return what the kernel made of random data, and what the reference makes of them."""
+    """Return the results of the kernel and of the reference on the same random data."""
     kernel, m, k, dtype, turn = case
     if "norm" in kernel or kernel == "adaptive":
         # the scale of a row needs all of its tiles: every width is tried with it
@@ -188,7 +188,7 @@ def run(case: Case) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...
 
 
 def differing(case: Case) -> str:
-    """Return how a kernel differs from the reference, nothing if it does not."""
+    """Return how a kernel differs from the reference; empty if it does not."""
     found, expected = run(case)
     for name, a, b in zip(("codes", "scales", "sum"), found, expected, strict=False):
         if a is None or b is None:

@@ -1,4 +1,4 @@
-"""The quantizer of few rows on Hopper: its cut on any machine, its bits on a GPU."""
+"""Hopper's quantizer of few rows: its tiling on any machine, its bits on a GPU."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_source_states_its_variant() -> None:
 
 
 def one_source_per_variant() -> dict[str, str]:
-    """Name the sources of all rows that are taken, by their texts: a cut differs more often."""
+    """Return one case per source text over all supported widths; many tilings share a text."""
     cuts = {hopper_rows.row_cut(1, vectors, PROCESSORS): None for vectors in range(1, 16385)}
     sources = {
         hopper_rows.source(kind, cut): f"{dtype} {cut.vectors}"
@@ -126,7 +126,7 @@ def test_what_it_takes_on_a_gpu() -> None:
 
 
 def check(x: Tensor, floor: float = FLOOR) -> None:
-    """Compare every bit with the reference, over memory that held something else."""
+    """Compare every bit with the reference, in memory that held other values before."""
     cut = hopper_rows.row_cut(len(x), x.shape[1] * x.element_size() // 16, PROCESSORS)
     assert cut is not None, "longer than the kernel holds"
     expected, expected_scale = reference.quantize(x, ROW, E4M3, floor, None, "exact")
@@ -146,7 +146,7 @@ def check(x: Tensor, floor: float = FLOOR) -> None:
 @HOPPER
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("k", LENGTHS)
-def test_lengths(k: int, dtype: torch.dtype) -> None:
+def test_rows_of_every_length_equal_the_reference(k: int, dtype: torch.dtype) -> None:
     taken = [m for m in (1, 7, 32) if hopper_rows.row_cut(m, k * dtype.itemsize // 16, PROCESSORS)]
     if not taken:
         pytest.skip("too long to hold")

@@ -1,4 +1,4 @@
-"""MX blocks against implementations of others: plain integers from the OCP texts, and torchao."""
+"""MX blocks against independent implementations: integers by the OCP texts, and torchao."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EDGES = (
 def block_of(bits: list[int], rounding: str) -> tuple[int, list[int]]:
     """Quantize the bits of 32 fp32 numbers, from the texts of OCP MX 1.0 and OCP FP8 1.0.
 
-    Every number is a whole multiple of 2^-149, so that nothing here is rounded but the result.
+    Every number is an integer multiple of 2^-149, so that only the result is rounded.
     """
     if any(b >> 23 & 255 == 255 for b in bits):
         return 255, [0x7F] * 32
@@ -96,7 +96,7 @@ def test_blocks_equal_those_of_python_integers(count: int, rounding: str) -> Non
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_integers_of_tensors_equal_those_of_python(rounding: str) -> None:
-    """What a million blocks are compared with is compared with the slower one."""
+    """The tensor version, yardstick for a million blocks, is compared with Python's integers."""
     bits = blocks(500, 1)
     scale, codes = mx_accuracy.integers(floats(bits), rounding)
     found = list(zip(scale.tolist(), codes.tolist(), strict=True))

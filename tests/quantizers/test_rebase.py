@@ -1,4 +1,4 @@
-"""MX weights under coarser scales: exact where FP8 can hold them, counted where it cannot."""
+"""MX weights rebased to coarser scales: exact if FP8 can hold them, else changes are counted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def value_of(code: int) -> Fraction | None:
 
 
 def every_pair(anchor: int) -> tuple[QTensor, list[int]]:
-    """Return one row for every exponent: a group with all its codes, beside one that is larger."""
+    """Return a row for every exponent: a group with all codes, and one with larger values."""
     codes = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
     data = torch.zeros(255, 288, dtype=torch.uint8)
     data[:, 32 : 32 + len(codes)] = codes

@@ -57,7 +57,7 @@ def device(device: torch.device) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def no_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep few rows, which another kernel takes on Hopper (see ``test_cuda_rows``)."""
+    """Keep few rows, which another kernel takes on Hopper (see ``test_hopper_rows``)."""
     monkeypatch.setattr(triton.hopper_rows, "takes", lambda *_: False)
 
 
@@ -85,7 +85,7 @@ def check(
 
 
 def hard_rows(dtype: torch.dtype, k: int, device: torch.device) -> Tensor:
-    """Return rows of what goes wrong: any magnitude, ties, zeros of both signs, NaN, infinity."""
+    """Return rows of difficult values: any magnitude, ties, zeros of both signs, NaN, infinity."""
     info = torch.finfo(dtype)
     codes = torch.arange(0x7F, dtype=torch.uint8).view(E4M3).float()
     ties = torch.cat([(codes[1:] + codes[:-1]) / 2, codes[-1:]])
@@ -105,7 +105,7 @@ def hard_rows(dtype: torch.dtype, k: int, device: torch.device) -> Tensor:
 @pytest.mark.parametrize("group", GROUPS, ids=str)
 def test_hard_values(group: GroupShape, inputs: torch.dtype, device: torch.device) -> None:
     x = hard_rows(inputs, 131, device)
-    # one NaN would hide all else in a scale that rows share
+    # in a scale that rows share, one NaN would hide all other values
     parts = x.split(1) if group == TENSOR else (x[:9], x[9:]) if group.rows > 1 else (x,)
     for part in parts:
         for dtype in CODES if part is parts[0] or device.type == "cuda" else (E4M3,):
@@ -145,7 +145,7 @@ def test_bounds(group: GroupShape, bound: float, device: torch.device) -> None:
 
 
 def strided(device: torch.device) -> dict[str, Tensor]:
-    """Return tensors whose elements are not where a contiguous tensor has them."""
+    """Return tensors that are not contiguous."""
     base = torch.randn(6, 40, 72, device=device).to(torch.bfloat16)
     return {
         "transposed": base[0].t(),
@@ -178,7 +178,9 @@ def test_shapes(group: GroupShape, shape: tuple[int, int], device: torch.device)
 
 @pytest.mark.parametrize("group", GROUPS, ids=str)
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0), (2, 0, 32)], ids=str)
-def test_no_elements(group: GroupShape, shape: tuple[int, ...], device: torch.device) -> None:
+def test_tensors_without_elements(
+    group: GroupShape, shape: tuple[int, ...], device: torch.device
+) -> None:
     x = torch.empty(shape, device=device)
     check(x, group)
     scale = reference.quantize(x, group, E4M3, 1e-6, None, roundings(group)[0])[1]
@@ -402,7 +404,7 @@ def problem(
     return QuantizeProblem(group, in_dtype, E4M3, "cuda", capability)
 
 
-def test_what_is_supported(request: pytest.FixtureRequest) -> None:
+def test_groups_and_devices_that_triton_supports(request: pytest.FixtureRequest) -> None:
     for group in (*GROUPS, GroupShape(1, 1)):
         assert triton.supports(problem(group)) is None
     assert "several whole rows" in triton.supports(problem(GroupShape(2, -1)))

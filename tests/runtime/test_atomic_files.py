@@ -1,4 +1,4 @@
-"""Files in the cache directory, also while other processes write them."""
+"""Files in the cache directory appear whole or not at all, also under concurrent writes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_who_does_not_wait_is_told(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_its_owner_removed_is_made_again(tmp_path: Path, disk: Disk) -> None:
-    """Who opened it before that would have a lock that nobody else sees."""
+    """A process that opened the lock before its removal would hold a lock that no other sees."""
     lock, removed = tmp_path / "folder" / "lock", []
 
     def remove(opened: Path, *_: object) -> None:

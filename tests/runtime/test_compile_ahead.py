@@ -1,4 +1,4 @@
-"""Kernels that are collected, then compiled side by side: nothing runs before they are there."""
+"""Kernels are collected, then compiled in parallel; no launch runs before they are compiled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runtime.test_cuda_launch import STREAM, FakeDriver  # noqa: E402
 
 
 class Compiler:
-    """Stands for NVRTC: as many sources at once as the test says."""
+    """Replaces NVRTC; compiles as many sources at once as the test says."""
 
     def __init__(self, together: int) -> None:
         self.barrier = threading.Barrier(together, timeout=20)

@@ -1,4 +1,4 @@
-"""Launches through the driver: what they pass, and what a repeated one changes; CUDA is faked."""
+"""Launches through a faked CUDA driver: their arguments, and what a replay changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STREAM = 77
 
 
 def attributes(config: Any, ids: Any) -> dict[str, Any]:
-    """Return what the driver would read of a configuration's attributes."""
+    """Return a launch configuration's attributes as the driver would read them."""
     found: dict[str, Any] = {}
     for attribute in list(config.attrs)[: config.numAttrs]:
         if attribute.id == ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION:
@@ -31,7 +31,7 @@ def attributes(config: Any, ids: Any) -> dict[str, Any]:
 
 
 class FakeDriver:
-    """The bindings' own structures, with calls that note instead of reaching a GPU."""
+    """The bindings' own structures, with calls that are noted and reach no GPU."""
 
     def __init__(self, real: Any) -> None:
         self._real = real

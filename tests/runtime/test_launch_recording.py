@@ -1,4 +1,4 @@
-"""Recordings: what is recorded, what is refused, and where the launches go."""
+"""Recordings: what is recorded, what cannot be, and to which stream the launches go."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def recorded(x: Tensor, constant: Tensor) -> Recording:
 
 
 def allocating(made: Recording, by: Callable[..., Tensor]) -> None:
-    """Let a recording take memory from a function, which is given what it would have called.
+    """Make a recording allocate by ``by``, which gets the original allocator as an argument.
 
-    Where results lie is not for callers to say, but which addresses move is what is tested.
+    Callers cannot choose addresses of results, but these tests are about addresses that move.
     """
     empty = made._empty
     made._empty = lambda *layout: by(empty, *layout)
@@ -98,7 +98,7 @@ def test_results_are_inference_tensors_where_the_caller_is_in_inference_mode() -
 
 
 def on_blocks(made: Recording) -> dict[str, Tensor]:
-    """Let a recording allocate these blocks, until a test puts others in their place."""
+    """Make a recording allocate these blocks; a test may replace them by others."""
     blocks = {"y": torch.empty(5, 7), "scratch": torch.empty(256, dtype=torch.uint8)}
     by_dtype = {torch.float32: "y", torch.uint8: "scratch"}
     allocating(made, lambda _, *layout: blocks[by_dtype[layout[-1]]])
@@ -106,7 +106,7 @@ def on_blocks(made: Recording) -> dict[str, Tensor]:
 
 
 def test_only_addresses_that_changed_are_moved() -> None:
-    """The first launch takes the input and scratch; the second scratch, a constant, the result."""
+    """The first launch takes input and scratch, the second one scratch, a constant and result."""
     x, constant = torch.randn(5, 7), torch.randn(5, 7)
     made = recorded(x, constant)
     recorded(x, constant)(x)  # this thread has scratch memory
@@ -132,7 +132,7 @@ def test_only_addresses_that_changed_are_moved() -> None:
 
 
 class Immovable(list[int]):
-    """Stands for the moves of a launch, and lets each of them fail."""
+    """Replaces the moves of a launch by ones that fail."""
 
     def append(self, position: int) -> None:
         raise RuntimeError("no such address")
@@ -155,7 +155,7 @@ def test_a_move_that_failed_is_made_again() -> None:
 
 
 def test_threads_share_a_recording() -> None:
-    """Launches give other threads a turn, as CUDA's do; each must still see its own addresses."""
+    """Launches let other threads run, as CUDA's do; each thread must see its own addresses."""
     x, constant = torch.zeros(64), torch.ones(64)
 
     def slow(a: Tensor, out: Tensor) -> None:
@@ -336,7 +336,7 @@ def half_noted(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unnoted(x: Tensor) -> Tensor:
-    """The last kernel does not take part: a recording would give memory that nobody wrote."""
+    """The last kernel is not recorded: a replay would return unwritten memory."""
     doubled, y = torch.empty_like(x), torch.empty_like(x)
     launch(lambda x, out: out.copy_(2 * x), x, doubled)
     with _disable_current_modes():
@@ -404,7 +404,7 @@ def fake_gpus(
 def test_small_scratch_memory_is_shared_on_the_default_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Graphs are captured, and warmed up in memory that is handed out again, on other streams."""
+    """Other streams capture graphs, or warm up for them in memory that is then reused."""
     x, constant = torch.randn(5, 7), torch.randn(5, 7)
     recordings = [recorded(x, constant) for _ in range(2)]
     stream = 0
@@ -470,7 +470,7 @@ def test_much_scratch_memory_is_given_back() -> None:
 def test_launches_go_to_the_stream_of_the_inputs_device(
     current: int, monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]
 ) -> None:
-    """Two GPUs in one process, in fakes: the recording is of device 1, whichever is current."""
+    """Two faked GPUs in one process: the recording is of device 1, whichever is current."""
     x = torch.randn(2, 2)
     y, made = record(lambda: twice_plus(x, x), [x], [])
     assert made is not None
@@ -503,7 +503,7 @@ def test_launches_go_to_the_stream_of_the_inputs_device(
 
 
 class Compiled:
-    """What a launch of a jitted function returns, as far as a replay by Triton needs it."""
+    """The result of launching a jitted function, as far as a replay by Triton needs it."""
 
     function, packed_metadata = "function", "metadata"
     metadata = SimpleNamespace(target=SimpleNamespace(backend="hip"))
@@ -555,7 +555,7 @@ def test_the_interpreter_cannot_be_recorded() -> None:
 
 
 class NotingKernel:
-    """Stands for a quantizer's kernel: it compiles to something that notes its arguments."""
+    """Replaces a quantizer's kernel: the compiled kernel notes its arguments."""
 
     def __init__(self, real: object) -> None:
         self.arg_names, self.compiled = tuple(real.arg_names), Compiled()
@@ -565,7 +565,7 @@ class NotingKernel:
 
 
 def noted(monkeypatch: pytest.MonkeyPatch, name: str) -> NotingKernel:
-    """Put a kernel that notes its launches in the place of the one of this name."""
+    """Replace the kernel of this name by one that notes its launches."""
     home, _, attribute = name.rpartition(".")
     fake = NotingKernel(getattr(importlib.import_module(home), attribute))
     monkeypatch.setattr(name, fake)

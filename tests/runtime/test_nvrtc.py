@@ -1,4 +1,4 @@
-"""Compiling at run time, and what is kept of it on disk."""
+"""Compiling at run time, and the cache of compiled kernels on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eager layers repeat their launches, and never a stale one."""
+"""Eager layers replay their launches, and never stale ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def made(scheme: str = "FP8_DYNAMIC", linear: nn.Linear | None = None) -> fp8kit
 
 
 def operator(layer: fp8kit.Fp8Linear, x: Tensor) -> Tensor:
-    """Compute by the registered operator, which nothing shortens."""
+    """Compute by the registered operator, without replay."""
     weight = layer.quantized_weight()
     options = {"scheme": layer.scheme, "accum": layer.accum}
     return fp8kit.linear(x, weight, layer.bias, input_scale=layer.input_scale, **options)
@@ -171,7 +171,7 @@ def test_a_reload_in_place_is_seen(cpu_backends: CpuBackends) -> None:
     assert_bits_equal(layer(x), operator(layer, x))
     layer.load_state_dict(made().state_dict())
     cpu_backends.calls.clear()
-    for made_in_full in (True, True, False):  # waits for the new weight, is recorded, is repeated
+    for made_in_full in (True, True, False):  # waits for the new weight, is recorded, is replayed
         y = layer(x)
         assert cpu_backends.calls == (["quantize", "multiply"] if made_in_full else [])
         cpu_backends.calls.clear()
@@ -562,7 +562,7 @@ def test_real_backends_of_a_cpu_are_not_recorded(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("m", [1, 3, 16, 64, 200])
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR", "FP8"])
 def test_on_a_gpu_the_bits_stay_the_same(scheme: str, m: int) -> None:
-    """Streams, graphs, reloads and other inputs, against the operator."""
+    """Streams, graphs, reloads and other inputs are compared with the operator."""
     linear = nn.Linear(1024, 768, device="cuda", dtype=torch.bfloat16)
     layer = made(scheme, linear).to("cuda")
     inputs = [torch.randn(m, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(6)]
@@ -715,7 +715,7 @@ def test_a_weight_changed_in_place_is_not_multiplied_as_it_was(cpu_backends: Cpu
 
 
 def transposed(weight: fp8kit.QTensor, bias: Tensor) -> Tensor:
-    weight.data.data = weight.data.data.t()  # which is no change that torch counts
+    weight.data.data = weight.data.data.t()  # torch does not count this as a change
     return bias
 
 
@@ -830,7 +830,7 @@ def test_recordings_go_with_their_weight(cpu_backends: CpuBackends) -> None:
 
 
 class Frames:
-    """The Python functions of the package on the stack of a launch, the launch included."""
+    """Collects the package's functions on the stack of a launch, the launch included."""
 
     def __init__(self) -> None:
         self.deepest: list[str] = []
@@ -845,7 +845,7 @@ class Frames:
 
 
 def test_few_frames_lie_between_a_layer_and_its_launch(cpu_backends: CpuBackends) -> None:
-    """On a GPU ``run`` launches through ``_launch`` and ``Kernel.launch``: two frames more."""
+    """On a GPU ``run`` launches through ``_launch`` and ``Kernel.launch``, two more frames."""
     seen, real = Frames(), cpu_backends.run
 
     def run(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:

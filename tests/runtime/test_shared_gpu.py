@@ -1,6 +1,6 @@
-"""Processes that share a GPU: its changes from one to the next fall into the middle of kernels.
+"""Processes that share a GPU get right results: the GPU switches between them inside kernels.
 
-Processes begin and end all the time: contexts that come and go were part of the only fault found.
+Processes start and end all the time, because the only fault found so far needed contexts that did.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Launches of Triton's kernels that the bindings repeat; CUDA and Triton's results are faked."""
+"""Replays of Triton kernels by the CUDA bindings; CUDA and Triton's results are faked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = [8, 4, 8, 4, 8, 8]  # and two pointers to scratch memory
 
 
 class FakeDriver:
-    """The bindings, with a function of given parameters; launches are noted."""
+    """The CUDA bindings, with a function that has given parameters; launches are noted."""
 
     def __init__(self, real: Any, sizes: list[int]) -> None:
         self._real, self.sizes, self.values = real, sizes, []
@@ -47,7 +47,7 @@ class FakeDriver:
 
 
 class Compiled(SimpleNamespace):
-    """What a launch of a jitted function returns; a class of its own can be watched."""
+    """The result of launching a jitted function, of a class that the tests can watch."""
 
 
 def compiled(**metadata: object) -> Compiled:
@@ -77,7 +77,7 @@ def direct(
 
 
 def repeated(owner: Compiled, x: torch.Tensor) -> Any:
-    """Give the launch by the bindings of what was compiled, ``None`` where Triton repeats it."""
+    """Return the launch by the bindings of a compiled kernel; ``None`` if Triton replays it."""
     return triton_launch._direct(owner, 9, [x, None, 3, 2**40, 0.5])
 
 

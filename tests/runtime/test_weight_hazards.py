@@ -1,4 +1,4 @@
-"""When a weight may be prefetched: not before a launch has synchronized with its last write."""
+"""A weight may be prefetched only after a launch has synchronized with its last write."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def main() -> None:
     given = parser.parse_args()
     found = pool.architectures()
     names = [n for n in found if not given.words or any(w in n for w in given.words)]
-    random.Random(0).shuffle(names)  # the big ones of one family are not all at the end
+    random.Random(0).shuffle(names)  # spreads the large models of a family over the run
     old = json.loads(given.json.read_text()) if given.words and given.json.exists() else []
     records = {r["name"]: r for r in old}
     run = pool.run(found, names, given.processes, given.quick, given.seconds)
@@ -35,7 +35,7 @@ def main() -> None:
         records[record["name"]] = record | {"run": date.today().isoformat()}
         print(f"{done}/{len(names)} {record['name']}: {record['status']} "
               f"{record.get('why', '')} ({record['seconds']} s)", flush=True)  # fmt: skip
-        if done % 20 == 0 or done == len(names):  # a long run that is cut off leaves what it has
+        if done % 20 == 0 or done == len(names):  # a run that is cut off keeps most of its records
             every = [records[name] for name in sorted(records)]
             given.json.write_text(page.dumped(every))
             given.page.write_text(page.rendered(every, found))

@@ -1,4 +1,8 @@
-"""What the zoo is made of: a model that can be built again and again, and an input for it."""
+"""An architecture of the zoo: a tiny random model that can be built repeatedly, and its input.
+
+The zoo is hundreds of architectures of Transformers, diffusers, timm and torch; ``check.py``
+converts each one and compares it layer by layer.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,8 @@ class Architecture:
     Args:
         name: unique, ``family/model``.
         build: makes the model in fp32; called once per use, under a fixed seed.
-        inputs: gives candidates for what its forward takes, as keywords, in fp32; a key ``""``
-            holds positional ones. The first that runs is meant.
+        inputs: returns candidates for the arguments of its forward, as keywords, in fp32; the key
+            ``""`` holds positional arguments. The first candidate that runs is used.
     """
 
     name: str
@@ -29,27 +33,27 @@ class Architecture:
         """Make the model with the same weights at every call."""
         torch.manual_seed(0)
         model = self.build().eval()
-        with torch.no_grad():  # zeros, as adapters and last layers start with, would hide a fault
+        with torch.no_grad():  # zeros, as adapters and heads start with, would hide a fault
             for p in model.parameters():
                 if p.is_floating_point() and not p.is_meta and p.dim() > 1 and not p.any():
                     p.normal_(std=0.02)
         return model.to(dtype)
 
     def run(self, model: nn.Module, dtype: torch.dtype, candidate: int) -> list[Tensor]:
-        """Call a model on the same input at every call; gives the tensors that it returns."""
+        """Run a model on the same input at every call; return the tensors of its result."""
         given = self.given(model, dtype, candidate)
         torch.manual_seed(2)  # for models that draw noise
         with torch.no_grad():
             return list(tensors(model(*given.pop("", ()), **given)))
 
     def given(self, model: nn.Module, dtype: torch.dtype, candidate: int) -> dict[str, Any]:
-        """Return a candidate for what its forward takes, the same at every call."""
+        """Return a candidate for the arguments of forward, the same values at every call."""
         torch.manual_seed(1)
         chosen = self.inputs(model)[candidate]
         return {name: _cast(value, dtype) for name, value in chosen.items()}
 
     def runs(self, model: nn.Module, dtype: torch.dtype) -> int:
-        """Return the first input that runs; raises what the first one raised if none does."""
+        """Return the first candidate that runs; if none does, raise the error of the first one."""
         first: Exception | None = None
         for candidate in range(len(self.inputs(model))):
             try:
@@ -64,7 +68,7 @@ class Architecture:
 
 
 def tensors(value: object) -> Iterator[Tensor]:
-    """Return the tensors in what a model returned, in order."""
+    """Return the tensors in a model's result, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""One architecture through all that a user does: plan, convert, run, save, load, run again."""
+"""Check one architecture in all that a user does: plan, convert, run, save, load, run again."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ Hook = Callable[[Any, Any, Any, Tensor], None]
 
 
 def check(arch: Architecture, cases: Cases = CASES) -> dict[str, Any]:
-    """Check one architecture; gives a record for the page, and never raises.
+    """Check one architecture; return a record for the page of the zoo, and never raise.
 
-    Its ``status`` is ``"passes"``, ``"not built"`` (nobody could run it in high precision),
+    Its ``status`` is ``"passes"``, ``"not built"`` (it cannot be run in high precision),
     ``"dense"`` (no layer becomes FP8, for reasons that are given), ``"refused"`` (it runs as it
-    should, and can be saved in no case) or ``"fails"``.
+    should, but cannot be saved in any case) or ``"fails"``.
     """
     started = time.perf_counter()
     record: dict[str, Any] = {"name": arch.name, "status": "passes", "cases": {}}
@@ -116,7 +116,7 @@ def _case(arch: Architecture, scheme: str, dtype: torch.dtype, candidate: int) -
                 stage = "load"
                 if is_transformers(
                     model
-                ):  # as a loaded one says: FalconMamba then rounds otherwise
+                ):  # as in a loaded model: FalconMamba then rounds differently
                     model.config._is_quantized = True
                 with warnings.catch_warnings(record=True) as warned:
                     warnings.simplefilter("always")
@@ -131,7 +131,7 @@ def _case(arch: Architecture, scheme: str, dtype: torch.dtype, candidate: int) -
                 stage = "second forward"
                 found = arch.run(again, dtype, candidate)
                 if not _same(found, expected):
-                    # what reads memory that nobody set repeats itself now and then
+                    # a model that reads unset memory may repeat its results by chance: run it often
                     repeats = all(
                         _same(arch.run(model, dtype, candidate), expected) for _ in range(5)
                     )
@@ -161,10 +161,10 @@ def _dense_weights(model: nn.Module) -> Dense:
 def _compare_layers(
     model: nn.Module, dense: Dense, run: Callable[[], object]
 ) -> tuple[list[str], set[str], set[str]]:
-    """Compare each FP8 layer with fake quantization on what it gets.
+    """Compare each FP8 layer with fake quantization of its own input.
 
-    Returns the layers that are off, those that ran, and those that were compared: no layer is on
-    an input that is empty or not finite.
+    Returns the layers that are off, those that ran, and those that were compared; a layer whose
+    input is empty or not finite is not compared.
     """
     wrong: list[str] = []
     ran: set[str] = set()
@@ -232,7 +232,7 @@ def _of_experts(layer: Any, dense: nn.Module) -> Compare:
 
 
 def _save(model: nn.Module, folder: Path) -> tuple[str, str]:
-    """Save for the first target that can load it; says why the others cannot."""
+    """Save for the first target that can load the model; also return why others cannot."""
     said = ""
     for target in TARGETS:
         try:
@@ -247,7 +247,7 @@ def _save(model: nn.Module, folder: Path) -> tuple[str, str]:
 
 
 def _misread(model: nn.Module, folder: Path) -> list[str]:
-    """Name the layers that vLLM takes for dense and are FP8, or the other way round."""
+    """Return the FP8 layers that vLLM would take for dense, and the dense ones it takes for FP8."""
     config = folder / "config.json"
     if not is_transformers(model) or not config.is_file():
         return []
@@ -281,7 +281,7 @@ def _fp8(model: nn.Module) -> dict[str, Any]:
 
 
 def _decoded(model: nn.Module, again: nn.Module) -> list[str]:
-    """Name the FP8 layers of a model that are dense in the one that was loaded."""
+    """Return the FP8 layers of a model that are dense in the loaded model ``again``."""
     held = _fp8(again)
     return [name for name in _fp8(model) if name not in held]
 
@@ -319,7 +319,7 @@ def _named(record: Any) -> str:
 
 
 def _gathered(names: Any) -> list[str]:
-    """Write ``*`` for the numbers in names, so that layers that repeat are one."""
+    """Replace the numbers in names by ``*``, so that repeated layers are one entry."""
     return list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?=\.|$)", "*", name) for name in names))
 
 

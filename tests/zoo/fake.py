@@ -1,7 +1,7 @@
 """Fake quantization of a linear layer in plain torch, which shares no code with the package.
 
-A scale is the largest magnitude of its group over the largest code; a value is divided by it,
-rounded to the nearest e4m3 and multiplied back. Both operands are then numbers of float64.
+A scale is the largest magnitude of its group divided by the largest code. A value is divided by the
+scale, rounded to the nearest e4m3 and multiplied back. Both operands are then float64 values.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 LARGEST = 448.0
-# the least scale, as vLLM and FBGEMM have it: of an input per token, and of everything else
+# the least scale of an input per token, and of everything else, as in vLLM and FBGEMM
 LEAST = 1e-10 / LARGEST
 PER_TOKEN = 1 / (LARGEST * 512)
 
 
 class Groups(NamedTuple):
-    """Which elements share a scale, and what is special about it.
+    """The elements that share a scale, and the options of the scale.
 
     Args:
-        extent: rows and columns that share one; ``None`` stands for all.
+        extent: rows and columns that share a scale; ``None`` stands for all.
         floor: the least scale.
-        power: scales are rounded up to a power of two.
-        before: the matrix is rounded in these groups first.
+        power: whether scales are rounded up to a power of two.
+        before: groups in which the matrix is rounded first.
     """
 
     extent: tuple[int | None, int | None]
@@ -47,7 +47,7 @@ GROUPS = {
     "FP8_BLOCK": Scheme(Groups((128, 128)), Groups((1, 128))),
     "FP8_TENSOR": Scheme(Groups((None, None)), _TOKEN),
     "MXFP8": Scheme(_MX, _MX),
-    # an MX weight whose codes have moved under the scale of a row or block, a power of two
+    # an MX weight that is rebased: its codes have moved to one power-of-two scale per row or block
     "MXFP8_ROW": Scheme(Groups((1, None), 2.0**-127, True, _MX), _TOKEN),
     "MXFP8_BLOCK": Scheme(Groups((128, 128), 2.0**-127, True, _MX), Groups((1, 128))),
     "MXFP8_EMULATED": Scheme(_MX, _MX),
@@ -61,7 +61,7 @@ def operands(x: Tensor, weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
 
 
 def rounded(matrix: Tensor, groups: Groups) -> Tensor:
-    """Give the values that the codes of a matrix stand for, in float64."""
+    """Return a matrix after quantization and dequantization, in float64."""
     if groups.before is not None:
         matrix = rounded(matrix, groups.before)
     m, n = matrix.shape

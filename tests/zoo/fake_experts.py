@@ -1,7 +1,7 @@
-"""Fake quantization of a module of experts in plain torch, beside its own dense code.
+"""Fake quantization of a module of experts in plain torch, compared with its own dense code.
 
-How the stacks lie is found by trying: without rounding, the sums here must be what the dense module
-computes. The gate between the two products is the module's own code.
+The layout of the stacks is found by trial: without rounding, the sums here must equal the result of
+the dense module. The gate between the two GEMMs is the module's own code.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from numerics import relative_error
 from zoo.fake import GROUPS, Groups, rounded
 
-_CLOSE = 1e-4  # fp32 sums in two orders; another layout or formula is off by far more
+_CLOSE = 1e-4  # allows fp32 sums in another order; a wrong layout or formula is off by far more
 Round = Callable[[Tensor], Tensor]
 
 
 class Rounding(NamedTuple):
-    """What is rounded how; each takes a matrix and gives what its codes stand for."""
+    """Functions that quantize and dequantize a matrix, for each rounding in a layer of experts."""
 
     weight: Round
     inputs: Round
@@ -38,12 +38,12 @@ EXACT = Rounding(_as_it_is, _as_it_is, _as_it_is)
 
 
 def rounding(scheme: str, apart: torch.dtype | None) -> Rounding:
-    """Return what FP8 experts round.
+    """Return the roundings of FP8 experts in a scheme.
 
     Args:
-        scheme: of the module.
-        apart: the dtype to which results of products are rounded where they run one by one, because
-            nothing is fused with the module's own gate; ``None`` if experts run as one.
+        scheme: scheme of the module.
+        apart: the dtype to which the GEMMs' results are rounded if the GEMMs run one by one, around
+            the module's own gate; ``None`` if experts run as one operator.
     """
     groups = GROUPS[scheme]
 
@@ -60,11 +60,11 @@ def rounding(scheme: str, apart: torch.dtype | None) -> Rounding:
 
 
 class Fake:
-    """Experts by their dense module.
+    """Fake-quantized experts, made from the dense module.
 
     Args:
         dense: the module before it was converted.
-        names: of its two stacks.
+        names: names of its two stacks.
     """
 
     def __init__(self, dense: nn.Module, names: tuple[str, str]) -> None:
@@ -72,7 +72,7 @@ class Fake:
         self.transposed: bool | None = None
 
     def __call__(self, args: Any, kwargs: Any, how: Rounding) -> Tensor:
-        """Compute in float64 what a call of the module gives; raises if no layout explains it."""
+        """Compute a call of the module in float64; raise if no layout explains its result."""
         names = list(inspect.signature(type(self.dense).forward).parameters)[1:]
         given = [args[i] if i < len(args) else kwargs[name] for i, name in enumerate(names)]
         if self.transposed is None:
@@ -86,7 +86,7 @@ class Fake:
         for transposed in (False, True):
             try:
                 found = self._sums(floats, EXACT, transposed)
-            except RuntimeError:  # shapes that do not fit
+            except RuntimeError:  # shapes that do not fit this layout
                 continue
             if relative_error(found, expected.reshape(found.shape)) < _CLOSE:
                 return transposed

@@ -1,4 +1,4 @@
-"""diffusers: transformers and UNets, by tables of sizes and inputs."""
+"""The zoo's models of diffusers: transformers and UNets, from tables of sizes and inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNET = {
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
 }
-# name of the class, or of a variant of it, to what the class is made with
+# class name, or the name of a variant of a class: the arguments that the class is made with
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "UNet2DConditionModel": ("UNet2DConditionModel", _UNET),
     "UNet2DConditionModel (SDXL)": ("UNet2DConditionModel",
@@ -105,7 +105,7 @@ def _build(name: str, sizes: dict[str, Any]) -> nn.Module:
 
 
 def inputs_of(model: Any) -> list[dict[str, Any]]:
-    """Return latents as images, as films and as rows of patches, and every condition asked for."""
+    """Return latents as images, as videos and as rows of patches, with all conditions."""
     asked = inspect.signature(model.forward).parameters
     channels = model.config.get("in_channels") or 4
     text = torch.randn(1, 8, 128)
@@ -149,5 +149,5 @@ def inputs_of(model: Any) -> list[dict[str, Any]]:
 
 
 def model_axes(model: Any) -> int:
-    """Return how many coordinates a position has."""
+    """Return the number of coordinates of a position."""
     return len(model.config.get("axes_dims_rope") or (0, 0, 0))

@@ -1,4 +1,4 @@
-"""Plain ``nn``: torch's own blocks, and ways in which people write their own."""
+"""The zoo's models of plain ``nn``: torch's own blocks, and typical hand-written ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Attention(nn.Module):
 
 
 class Thin(nn.Linear):
-    """A subclass that writes the formula of its parent out."""
+    """A subclass of ``nn.Linear`` that spells out the formula of its parent."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x @ self.weight.T
@@ -51,7 +51,7 @@ class Thin(nn.Linear):
 
 
 class Scaled(nn.Linear):
-    """A subclass that computes something else."""
+    """A subclass of ``nn.Linear`` with a different formula."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 2
@@ -73,7 +73,7 @@ class Recurrent(nn.Module):
 
 
 class Shared(nn.Module):
-    """One layer in two places."""
+    """One layer under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def _with(layer: Callable[[], nn.Module]) -> nn.Module:
 
 
 class Both(nn.Module):
-    """A module that takes its input twice."""
+    """Passes its input twice to a module with two inputs."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Transformers: one class of every model type, with a head where there is one."""
+"""The zoo's models of Transformers: one class per model type, with a head if there is one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zoo.architecture import Architecture
 from zoo.transformers_inputs import inputs_of
 from zoo.transformers_sizes import tiny_config
 
-# the class of a model type is that of the first of these tasks it has
+# a model type is represented by its class for the first of these tasks that it has
 TASKS = (
     "MASKED_LM",
     "CAUSAL_LM",
@@ -40,7 +40,7 @@ TASKS = (
     "TOKEN_CLASSIFICATION",
     "PRETRAINING",
 )
-# further ones whose code reads the weight of a layer: what is in brackets, type, class and fields
+# more models whose code reads a layer's weight: text in brackets, model type, class, config fields
 VARIANTS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     (
         " (slow but exact)",
@@ -54,7 +54,7 @@ VARIANTS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 
 
 def architectures() -> list[Architecture]:
-    """Give one architecture per model type of the auto classes, and the variants."""
+    """Return one architecture per model type of the auto classes, and ``VARIANTS``."""
     every = [("", kind, name, {}) for kind, name in classes().items()]
     return [
         Architecture(f"transformers/{name}{word}", partial(_build, kind, name, fields), inputs_of)
@@ -63,7 +63,7 @@ def architectures() -> list[Architecture]:
 
 
 def classes() -> dict[str, str]:
-    """Return the name of one class of every model type."""
+    """Return the name of a class for every model type."""
     every: dict[str, str] = {}
     names = [f"MODEL_FOR_{task}_MAPPING_NAMES" for task in TASKS]
     for name in (*names, "MODEL_MAPPING_NAMES"):

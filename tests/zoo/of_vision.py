@@ -1,4 +1,4 @@
-"""timm's families and torchvision's models."""
+"""The zoo's models of timm, one per family, and of torchvision."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import nn
 
 from zoo.architecture import Architecture
 
-# of each family that timm registers, the first small model by this order of words
+# each family of timm is represented by its first small model, in this order of words
 _SMALL = ("atto", "femto", "pico", "nano", "xxs", "xs", "tiny", "small", "s", "050", "18", "b0", "")
-# further ones whose code reads the weight of a layer
+# more models whose code reads the weight of a layer
 TIMM = ("beitv2_base_patch16_224", "swinv2_tiny_window8_256")
 _MOST_PARAMETERS = 40_000_000
 TORCHVISION = (
@@ -47,11 +47,11 @@ TORCHVISION = (
 def install_stand_ins() -> bool:
     """Declare two operators of torchvision, which its package needs to be imported.
 
-    The package of the common registry is built for CUDA, and its own operators do not load beside
-    a torch for CPUs; nothing here calls them.
+    torchvision's package on PyPI is built for CUDA, so its operators do not load with a CPU build
+    of torch; nothing here calls them.
 
     Returns:
-        Whether torchvision is there.
+        Whether torchvision is installed.
     """
     if importlib.util.find_spec("torchvision") is None:
         return False
@@ -98,7 +98,7 @@ def _timm(name: str) -> nn.Module:
         try:
             with torch.device("meta"):
                 size = sum(p.numel() for p in timm.create_model(name, **fewer).parameters())
-        except TypeError:  # it has no such argument
+        except TypeError:  # the model has no such argument
             continue
         if size <= _MOST_PARAMETERS:
             return timm.create_model(name, **fewer)

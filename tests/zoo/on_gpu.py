@@ -1,4 +1,4 @@
-"""The zoo on a GPU: fused, shared and replayed calls against those that are none of these.
+"""The zoo on a GPU: compare fused, shared and replayed calls with plain ones.
 
 ``python -m zoo.on_gpu OUT.jsonl [--scheme S] [--dtype D] [--processes N] [NAME ...]`` with ``src``
 and ``tests`` in ``PYTHONPATH``. Each architecture is called until its launches are replayed, with
@@ -30,14 +30,14 @@ from zoo import pool
 from zoo.architecture import Architecture, tensors
 
 CALLS = 4  # the third and later ones are replays
-# where a norm's sum is rounded otherwise a code differs, and deeper layers amplify it
+# a norm's sum that is rounded differently changes a code, which deeper layers amplify
 LEAST, PART_OF_QUANTIZATION = 0.02, 0.5
 
 Given = dict[str, Any]
 
 
 def check(arch: Architecture, scheme: str, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Return what became of an architecture: ``status``, and the error of each kind of call."""
+    """Check an architecture; return its ``status`` and the error of each kind of call."""
     dense = arch.model(dtype)
     candidate = arch.runs(dense, dtype)
     dense.to(device)
@@ -48,7 +48,7 @@ def check(arch: Architecture, scheme: str, dtype: torch.dtype, device: str) -> d
         captured = _captured(dense, first)
     except Exception as error:
         return {"status": f"does not run on {device}", "why": str(error)[:200]}
-    # a library may choose other kernels for a graph, and codes amplify what they round otherwise
+    # a library may choose other kernels in a graph; codes amplify their different roundings
     pairs = ((first, exact), (second, changed))
     graph_is_sound = captured is not None and all(_error(captured(x), y) == 0 for x, y in pairs)
     if not fp8kit.plan(dense, scheme).report.converted:
@@ -82,7 +82,7 @@ def _compared(
 
 @contextlib.contextmanager
 def plainly(model: nn.Module) -> Iterator[None]:
-    """Let every layer compute for itself, and nothing be fused, joined or replayed."""
+    """Make every layer compute by itself: nothing is fused, joined or replayed."""
     layers = [m for m in model.modules() if isinstance(m, fp8kit.Fp8Linear)]
     shared = [layer.shared for layer in layers]
     devices = fused_producers.FUSED_DEVICES, replay_cache.RECORDED_DEVICES
@@ -110,7 +110,7 @@ def _results(model: nn.Module, given: Given) -> list[Tensor]:
 
 
 def _captured(model: nn.Module, given: Given) -> Callable[[Given], list[Tensor]] | None:
-    """Return a CUDA graph's replay, which copies its input first; ``None`` if nothing captures."""
+    """Return a CUDA graph's replay, which copies its input first; ``None`` if capture fails."""
     if not any(p.is_cuda for p in model.parameters()):
         return None
     static = {name: v.clone() if isinstance(v, Tensor) else v for name, v in given.items()}
@@ -136,7 +136,7 @@ def _captured(model: nn.Module, given: Given) -> Callable[[Given], list[Tensor]]
 
 
 def _error(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest relative error of a tensor; NaN, which no bound allows, if one has."""
+    """Return the largest relative error of the tensors; NaN, over every bound, if one is NaN."""
     if [t.shape for t in found] != [t.shape for t in expected]:
         return float("inf")
     pairs = [
@@ -148,7 +148,7 @@ def _error(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def _same_gaps(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal but for numbers that are finite in neither."""
+    """Return whether two tensors are equal except where neither is finite."""
     return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
 
 
@@ -163,7 +163,7 @@ def _moved(value: Any, device: str) -> Any:
 
 
 def _changed(given: Given) -> Given:
-    """Give numbers of another size; tokens and other indices stay, as some mean each other."""
+    """Return inputs with scaled floats and reversed tokens; other indices stay, to remain valid."""
     floats = {n: v for n, v in given.items() if isinstance(v, Tensor) and v.is_floating_point()}
     ids = {n: given[n].flip(-1) for n in ("input_ids",) if isinstance(given.get(n), Tensor)}
     return given | {name: value * 0.75 for name, value in floats.items()} | ids

@@ -1,4 +1,4 @@
-"""The page of the docs that says what became of every architecture."""
+"""Write docs/zoo.json and docs/zoo.md, which have the result of every architecture."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ Not every run is of all: each row says when the architecture was last run, and t
 with which cases. Of an *earlier* run are records from before experts were converted and MXFP8 was
 tried.
 """
-EARLIER = "earlier"  # of records from before runs had dates
+EARLIER = "earlier"  # the run of records without a date
 
 
 def dumped(records: list[dict[str, Any]]) -> str:
-    """Write records as JSON, one a line."""
+    """Return records as JSON, one per line."""
     lines = ",\n".join(json.dumps(r, sort_keys=True) for r in records)
     return f"[\n{lines}\n]\n"
 
 
 def rendered(records: list[dict[str, Any]], listed: Iterable[str] = ()) -> str:
-    """Write records as a page.
+    """Return records as a Markdown page.
 
     Args:
-        records: as ``check`` gives them, by name.
-        listed: every name of the zoo; those without a record were not run.
+        records: results of ``check``, sorted by name.
+        listed: every name of the zoo; names without a record were not run.
     """
     not_run = sorted({*listed} - {r["name"] for r in records})
     counts = Counter(r["status"] for r in records) + Counter({"not run": len(not_run)})

@@ -1,4 +1,4 @@
-"""Architectures in processes of their own: one that hangs or dies stops nothing."""
+"""Check architectures in processes of their own: one that hangs or dies does not stop the run."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def run(
     quick: bool = False,
     seconds: float = SECONDS,
 ) -> Iterator[dict[str, Any]]:
-    """Return the record of each architecture, as they come, or of the ``seconds`` it was given."""
-    torch.set_num_threads(1)  # processes are forked, and threads do not survive that
+    """Yield a record for each architecture when it ends, or when its ``seconds`` are over."""
+    torch.set_num_threads(1)  # threads do not survive the fork of the processes
     queue, workers = names[::-1], [_Worker(found, quick, seconds) for _ in range(processes)]
     for worker in workers:
         worker.take(queue)
@@ -67,7 +67,7 @@ class _Worker:
         self._start()
 
     def _start(self) -> None:
-        context = mp.get_context("fork")  # the libraries take half a minute to import
+        context = mp.get_context("fork")  # saves the import of the libraries, half a minute
         self.pipe, theirs = context.Pipe()
         given = (theirs, self.found, self.cases)
         self.process = context.Process(target=_serve, args=given, daemon=True)
@@ -81,7 +81,7 @@ class _Worker:
             self.pipe.send(self.name)
 
     def record(self) -> dict[str, Any] | None:
-        """Return what came of the architecture; ``None`` while it runs."""
+        """Return the record of the architecture; ``None`` while it runs."""
         try:
             if self.pipe.poll():
                 found: dict[str, Any] = self.pipe.recv()

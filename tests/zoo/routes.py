@@ -1,4 +1,4 @@
-"""The ways to a checkpoint for Transformers, each judged by Transformers' own loader.
+"""All routes to a checkpoint for Transformers, each judged by Transformers' own loader.
 
 ``python -m zoo.routes [SCHEME [NAME ...]]`` goes over all architectures of Transformers.
 """
@@ -23,13 +23,13 @@ from numerics import relative_error
 from zoo.architecture import Architecture
 
 ROUTES = ("save", "save_pretrained", "quantize", "quantize-convert", "save-convert")
-# codes times scales in bf16, in which Transformers decodes them, and in fp32 here: half a unit in
-# the last place, twice
+# Transformers decodes (code times scale) in bf16, this package in fp32: half a unit in the last
+# place of bf16, twice
 ROUNDED = 2**-8
 
 
 def routes(arch: Architecture, scheme: str, wanted: Iterable[str] = ROUTES) -> dict[str, str]:
-    """Go every way; gives for each ``"loads"``, ``"refused: ..."`` or what is wrong."""
+    """Return by route ``"loads"``, ``"refused: ..."`` or what is wrong with its checkpoint."""
     dense = arch.model(torch.bfloat16)
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -56,7 +56,7 @@ def _said(way: str, folder: Path, model: Any, before: Any, scheme: str) -> str:
 
 
 def judged(folder: Path, kind: Any, before: Any) -> str:
-    """Return what Transformers' loader says of a checkpoint, and where its numbers are not ours."""
+    """Return complaints of Transformers' loader about a checkpoint, and values that differ."""
     theirs, info = kind.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
     for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if odd := {str(k) for k in info[key]} - {str(k) for k in before[key]}:
@@ -126,7 +126,7 @@ _WAYS: dict[str, Callable[[Path, Any, str], None]] = dict(zip(ROUTES, _DOORS, st
 
 
 def main(scheme: str = "FP8_DYNAMIC", *names: str) -> int:
-    """Print what is wrong, and count the rest."""
+    """Print what is wrong, and counts of the rest."""
     from zoo import of_transformers
 
     logging.disable_progress_bar()

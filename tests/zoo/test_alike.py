@@ -1,4 +1,4 @@
-"""A checkpoint that is streamed and a model that is converted: the same layers become FP8."""
+"""Streaming a checkpoint and converting the model make the same layers FP8."""
 
 from __future__ import annotations
 

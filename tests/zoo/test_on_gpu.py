@@ -1,4 +1,4 @@
-"""The comparison of fused, shared and replayed calls with plain ones can fail; here on a CPU."""
+"""The comparison of fused, shared and replayed calls with plain ones can fail; on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way to a checkpoint for Transformers loads there whole, or is refused.
+"""Every route to a checkpoint for Transformers is refused, or its result loads completely.
 
 The whole list: ``python -m zoo.routes``, with ``src`` and ``tests`` in ``PYTHONPATH``.
 """
@@ -21,22 +21,22 @@ from zoo.routes import ROUTES, judged, routes
 of_vision.install_stand_ins()
 
 LOADS, REFUSED = dict.fromkeys(ROUTES, "loads"), dict.fromkeys(ROUTES, "refused")
-# what becomes of each, way by way, in FP8_DYNAMIC
+# the expected result of each route in FP8_DYNAMIC, by architecture
 SLICE = {
     "LlamaForCausalLM": LOADS,
     "Qwen2MoeForCausalLM": LOADS,
-    # layers that the model calls otherwise than its files: heads, towers, routers
+    # layers that the model names differently than its files: heads, towers, routers
     "ModernBertForMaskedLM": LOADS,
     "BertForMaskedLM": LOADS,
     "XLNetLMHeadModel": LOADS,
     "PhimoeForCausalLM": LOADS,
     "Gemma3ForConditionalGeneration": LOADS,
     "KimiLinearForCausalLM": LOADS,
-    # experts that no rule stacks; stacks outside of a module of experts stay dense in streaming
+    # experts that no rule stacks; stacks outside a module of experts, which streaming keeps dense
     "Qwen3VLMoeForConditionalGeneration": REFUSED,
     "ZayaForCausalLM": REFUSED,
     "GraniteMoeForCausalLM": {**REFUSED, "quantize": "loads", "quantize-convert": "loads"},
-    # layers that rules join or split, where scales have no part
+    # layers that rules join or split without their scales
     "Dinov2ForImageClassification": REFUSED,
 }
 

@@ -1,4 +1,4 @@
-"""A slice of the zoo, and that its checks can fail. The whole of it: ``make zoo``."""
+"""A part of the zoo, and tests that its checks can fail. ``make zoo`` runs the whole zoo."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from transformers.models.mixtral import modeling_mixtral as mixtral  # noqa: E40
 
 ONE = (("FP8_DYNAMIC", "bf16"),)
 PLAIN = {a.name: a for a in of_torch.architectures()}
-# of each kind of model one, and what its plan converts
+# one model of each kind, and what its plan converts
 SLICE = {
     "transformers/LlamaForCausalLM": "model.layers.*.mlp.down_proj",
     "transformers/GPT2LMHeadModel": "transformer.h.*.attn.c_attn",
@@ -83,7 +83,7 @@ def known() -> dict[str, Architecture]:
 
 
 def dense(name: str, known: dict[str, Architecture]) -> nn.Module:
-    """Build a model that came to its library only lately."""
+    """Build a model that only recent versions of its library have."""
     if name not in known:
         pytest.skip(f"{name} is in a later release than the one installed")
     return known[name].model(torch.bfloat16)
@@ -163,7 +163,7 @@ def test_the_zoo_is_large(known: dict[str, Architecture]) -> None:
 
 
 def altered(change: Callable[[Fp8Linear], object]) -> dict[str, Any]:
-    """Check a model of which one FP8 layer is changed by its first call."""
+    """Check a model in which the first call changes an FP8 layer."""
     built = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128))
 
     class Meddling(nn.Module):
@@ -188,7 +188,7 @@ def test_a_wrong_layer_is_found() -> None:
 
 
 def test_layers_that_were_not_compared_do_not_pass() -> None:
-    """Nobody can say whether a layer is right that gets NaN, or nothing."""
+    """A layer whose input is NaN or empty cannot be checked."""
 
     class Two(nn.Module):
         def __init__(self, blind: tuple[bool, bool]) -> None:

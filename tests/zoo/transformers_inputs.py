@@ -1,4 +1,4 @@
-"""Inputs for a model of Transformers, by what its forward asks for."""
+"""Inputs for a model of Transformers, from the parameters of its forward."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ GRIDS = ("grid_thw", "image_grid_thw", "pixel_position_ids", "spatial_shapes", "
 
 
 def inputs_of(model: Any) -> list[dict[str, Any]]:
-    """Return inputs by what the forward of a model asks for, the likeliest first.
+    """Return candidates for the inputs of a model, the likeliest first.
 
-    The usual ones are a text, an image, a sound or two of them. Behind them stand those of models
-    that want something cut, stacked or described otherwise, or more than that.
+    The usual candidates are a text, an image, a sound, or two of these. They are followed by
+    unusual ones (patches, stacks, other descriptions), and by all of them with further arguments.
     """
     usual = _usual(model)
     asked = inspect.signature(model.forward).parameters
@@ -36,7 +36,7 @@ def _usual_text(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _senses(asked: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the names by which a model asks for an image and for a sound."""
+    """Return the names of a model's parameters for an image and a sound; empty if it has none."""
     sees = next((n for n in ("pixel_values", "pixel_values_videos", "images") if n in asked), "")
     hears = next((n for n in ("input_features", "input_values", "audio_mel") if n in asked), "")
     return sees, hears
@@ -118,7 +118,7 @@ def _unusual(model: Any) -> list[dict[str, Any]]:
 
 
 def _by_name(model: Any) -> dict[str, Any]:
-    """Give what is asked for beside a text, an image and a sound, by names that say all."""
+    """Return further arguments, beside text, image and sound, whose names tell their meaning."""
     config, (width, *_) = model.config, _widths(model)
 
     def of(name: str, default: int) -> int:
@@ -180,13 +180,13 @@ def _by_name(model: Any) -> dict[str, Any]:
 
 
 def _widths(model: nn.Module) -> list[int]:
-    """Return how many features the first layers take: the width of a patch, or of a frame."""
+    """Return the input widths of the first layers: that of a patch, or of a frame."""
     found = [m.in_features for m in model.modules() if isinstance(m, nn.Linear)]
     return list(dict.fromkeys(found))[:4] or [128]
 
 
 def _patches(model: Any) -> list[dict[str, Any]]:
-    """Give 16 patches of an image, for models that take them cut, and their grid apart."""
+    """Return 16 patches of an image and their grid, for models that take patches."""
     patch = _size(model.config, "patch_size") or 14
     patch = patch if isinstance(patch, int) else patch[-1]
     channels, merged = _size(model.config, "in_channels", "num_channels") or 3, 2 * patch
@@ -225,7 +225,7 @@ def _images(config: Any, main: str) -> list[tuple[int, ...]]:
 
 
 def _whole(sound: torch.Tensor) -> torch.Tensor:
-    """Give the mask of a sound without padding; time is its longer axis."""
+    """Return the mask of a sound without padding; the longer axis is time."""
     return torch.ones(1, max(sound.shape[1:]), dtype=torch.bool)
 
 

@@ -1,4 +1,4 @@
-"""Small sizes for a config of Transformers: by the names of its fields, then by model type."""
+"""Small sizes for a config of Transformers: rules by field name, then exceptions by model type."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-# sizes of fields, by the end of their names; the first row that matches counts
+# sizes of fields by patterns of their names; the first row that matches counts
 SIZES: tuple[tuple[str, int], ...] = (
     (r"num_feat_extract_layers|num_conv_(pos_embeddings|pos_embedding_groups)", 0),
     (r"(^|_)(num_experts|n_routed_experts|num_local_experts|n_experts|experts)$", 4),
@@ -45,7 +45,7 @@ _LISTS: tuple[tuple[str, int], ...] = (
     (r"heads$", 2),
     (r"embed_dims?$|hidden_dims?$", 128),
 )
-# what a class derives from other fields, or takes from nobody
+# fields that a config class derives from others, or does not accept as arguments
 _DERIVED = (
     *("id2label", "label2id", "model_type", "transformers_version", "architectures"),
     *("per_layer_config", "out_features", "out_indices", "stage_names", "_out_features",
@@ -92,7 +92,7 @@ _PROMPTS = {
     "vision_config.output_channels": 128,
     "vision_config.num_pos_feats": 64,
 }
-# what the rules get wrong, by model type; a dotted name reaches into a part
+# exceptions to the rules, by model type; a dotted name is a field of a nested config
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _ONE_HEAD),
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), _ONE_HEAD_OF_TEXT),
@@ -224,7 +224,7 @@ VOCABULARY = 320
 
 
 def tiny_config(kind: str, **fields: Any) -> PreTrainedConfig:
-    """Give the default config of a model type with small sizes, and with these fields."""
+    """Return the default config of a model type with small sizes, and with these fields."""
     config_class = CONFIG_MAPPING[kind]
     return config_class(**_shrunk(config_class(), OVERRIDES.get(kind, {}) | fields))
 
@@ -232,7 +232,7 @@ def tiny_config(kind: str, **fields: Any) -> PreTrainedConfig:
 def _shrunk(config: PreTrainedConfig, overrides: dict[str, Any], path: str = "") -> dict[str, Any]:
     out: dict[str, Any] = {}
     plain = config.to_dict()
-    latent = "qk_rope_head_dim" in plain  # its other head sizes follow
+    latent = "qk_rope_head_dim" in plain  # the class derives its other head sizes
     for key, value in plain.items():
         if key in _DERIVED or (latent and key in ("head_dim", "qk_head_dim")):
             continue
@@ -254,7 +254,7 @@ def _shrunk(config: PreTrainedConfig, overrides: dict[str, Any], path: str = "")
 
 
 def _stages(plain: dict[str, Any]) -> dict[str, Any]:
-    """Keep how many feature maps a backbone gives to the model around it."""
+    """Return fields that keep the number of feature maps of a nested backbone."""
     indices = plain["out_indices"]
     if len(plain.get("stage_names") or ()) == plain.get("num_hidden_layers", 0) + 1:
         return {
@@ -265,7 +265,7 @@ def _stages(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def _small(key: str, value: Any) -> tuple[bool, Any]:
-    """Give a small value of a field, or say that the class shall derive it."""
+    """Return whether to set a field, else the class derives it, and its small value."""
     if not isinstance(key, str):
         return True, value
     if key == "vocab_size" and value is None:

@@ -1,6 +1,6 @@
-"""ComfyUI's files: what a layer says of itself; MX and NVFP4 weights.
+"""ComfyUI's files, in which each layer describes its own format; MX and NVFP4 weights.
 
-Scales lie in tiles, and of two FP4 codes the high half of a byte is the first.
+Scales are stored in tiles, and the first of two FP4 codes is the high half of a byte.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WHOLE, RAGGED = (256, 256), (96, 160)
 
 
 def in_tiles(scale: Tensor) -> Tensor:
-    """Lay scales out as cuBLAS documents it, one by one, in the shape that ComfyUI gives them."""
+    """Lay scales out one by one as cuBLAS documents, in the shape that ComfyUI stores."""
     rows, cols = scale.shape
     down, across = -(-rows // 128), -(-cols // 4)
     flat = torch.zeros(down * across * 512, dtype=torch.uint8)
@@ -42,7 +42,7 @@ def in_tiles(scale: Tensor) -> Tensor:
 def written(
     path: Path, announced: str, form: str, says: Mapping[str, object] = {}, **tensors: Tensor
 ) -> Path:
-    """Write the file of one layer, which says what it is in its header or in a tensor."""
+    """Write the file of one layer, whose format is announced in the header or in a tensor."""
     entry, metadata = {"format": form, **says}, {}
     if announced == "header":
         metadata["_quantization_metadata"] = json.dumps({"layers": {"fc": entry}})
@@ -94,7 +94,7 @@ def test_nvfp4_is_unpacked_in_its_order(
 
 
 def scaled(path: Path, announced: str = "tensor", **says: object) -> Path:
-    """Write the file of one layer with a fixed scale of its activations, and what it says."""
+    """Write the file of one layer with a static activation scale and an announced format."""
     q = fp8kit.quantize(torch.ones(16, 16), fp8kit.TENSOR)
     tensors = {"weight": q.data, "weight_scale": q.scale, "input_scale": torch.tensor(0.01)}
     return written(path, announced, "float8_e4m3fn", **tensors, says=says)

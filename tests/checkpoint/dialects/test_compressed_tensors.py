@@ -1,4 +1,4 @@
-"""compressed-tensors: its configs read, written, refused."""
+"""compressed-tensors: which configs are read, written and refused."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_groups_may_differ_by_layer() -> None:
 
 
 def grouped(**strategies: list[str]) -> dict[str, Any]:
-    """Make a config with a group for each strategy of weights, in this order, by its targets."""
+    """Make a config with a group for each weight strategy, in this order, given by its targets."""
     config = changed()
     groups = config["quantization_config"]["config_groups"]
     common = groups.pop("group_0")
@@ -187,7 +187,7 @@ def grouped(**strategies: list[str]) -> dict[str, Any]:
     ids=["patterns", "classes", "embedding", "base", "name"],
 )
 def test_groups_that_overlap_count_as_in_the_library(config: dict[str, Any], layer: str) -> None:
-    """It sorts targets within names, patterns and classes, whatever the order of their groups."""
+    """The library sorts targets within names, patterns and classes, in any order of the groups."""
     assert scheme_in(config, layer) == SCHEMES["FP8_TENSOR"]
     lifecycle = pytest.importorskip("compressed_tensors.utils.match")
     groups = config["quantization_config"]["config_groups"].values()
@@ -322,7 +322,7 @@ def test_unread_parts_are_said() -> None:
 
 
 def test_merged_layers_of_another_scheme_are_targets_too() -> None:
-    """SGLang asks for them by their own names, and takes others for any Linear."""
+    """SGLang looks merged layers up by their own names, and treats unnamed ones as any Linear."""
     parts = ("a.q_proj", "a.k_proj", "a.v_proj", "b.gate_proj", "b.up_proj", "c.q_proj")
     spec = Spec(SCHEMES["FP8_DYNAMIC"], others=dict.fromkeys(parts, SCHEMES["FP8_BLOCK"]))
     first, second = COMPRESSED_TENSORS.render(spec)["config_groups"].values()

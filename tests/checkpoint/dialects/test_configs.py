@@ -1,4 +1,4 @@
-"""What each dialect's config may say, what it then means, and what is refused by name.
+"""The configs of each dialect: their meaning, and which are refused, naming the reason.
 
 Whole checkpoints of every dialect are in ``tests/golden``.
 """
@@ -50,7 +50,7 @@ def quark(weight: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[
 
 
 def read(config: dict[str, Any], scale: str = "weight_scale", **more: Any) -> tuple[str, Numbers]:
-    """Return the dialect of a quantization config, and how it says layer ``a`` computes."""
+    """Return the dialect of a quantization config, and the scheme that it gives layer ``a``."""
     kinds = KINDS | {f"a.{scale}": (F32, ())}
     source = Source({"quantization_config": config} if config else {}, kinds, **more)
     dialect = dialect_of(source)
@@ -170,7 +170,7 @@ def test_flat_modelopt_counts_more_than_nested() -> None:
 
 
 def test_the_file_of_modelopt_may_be_flat_and_tells_what_its_config_leaves_out() -> None:
-    """A pipeline of Cosmos has the first, MIXED_PRECISION in ``config.json`` may be the second."""
+    """Cosmos' pipeline has a flat file; MIXED_PRECISION in ``config.json`` leaves layers to it."""
     static = Numbers(TENSOR, static=True)
     flat = {"hf_quant_config.json": MODELOPT | {"quant_algo": "FP8", "ignore": ["visual*"]}}
     assert read({}, documents=flat) == ("modelopt", static)
@@ -182,7 +182,7 @@ def test_the_file_of_modelopt_may_be_flat_and_tells_what_its_config_leaves_out()
 
 
 def test_an_embedding_in_fp8_has_no_scale_of_inputs() -> None:
-    """NVIDIA lists the table of n-grams of a Qwen as FP8."""
+    """NVIDIA lists a Qwen's table of n-grams as FP8."""
     source = Source({"quantization_config": MODELOPT | {"quant_algo": "FP8"}}, KINDS)
     numbers = dialect_of(source).parse(source).numbers
     assert numbers("ple.ngram_embedding") == Numbers(TENSOR, static=None)
@@ -190,7 +190,7 @@ def test_an_embedding_in_fp8_has_no_scale_of_inputs() -> None:
 
 
 def test_a_table_beside_blocks_has_one_scale() -> None:
-    """Transformers keeps the table of n-grams of a Qwen so, under another name of its scale."""
+    """Transformers stores a Qwen's table of n-grams so, with another name of the scale."""
     blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     kinds = {
         "q_proj.weight": (torch.float8_e4m3fn, (256, 256)),
@@ -381,7 +381,7 @@ def test_ignore_lists_are_written_for_every_reader() -> None:
 
 
 def test_what_engines_merge_in_linear_attention_is_listed_too() -> None:
-    """Some of their classes around a Qwen3.5 do not say what they merge."""
+    """Some of the engines' classes around a Qwen3.5 do not declare which layers they merge."""
     parts = ("x.in_proj_b", "x.in_proj_a", "x.in_proj_z")
     found = dialect_named("fp8").render(Spec(SCHEMES["FP8_BLOCK"], parts))
     assert found["ignored_layers"] == sorted({"lm_head", *parts, "x.in_proj_ba"})

@@ -1,4 +1,4 @@
-"""FP8 weights put below one another: what would change their numbers is refused."""
+"""FP8 weights are concatenated only if that keeps their values; otherwise it is refused."""
 
 from __future__ import annotations
 

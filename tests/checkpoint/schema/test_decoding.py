@@ -1,4 +1,4 @@
-"""Bytes on disk become the codes and scales that they mean."""
+"""Bytes on disk are decoded to the right codes and scales."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def scale_of(found: Layer, raw: Tensor, codes: Tensor | None = None) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_scale(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_a_single_scale_is_read_as_one_by_one_in_fp32(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     raw = torch.full(shape, 0.3, dtype=dtype)
     assert_bits_equal(scale_of(layer("FP8", 4, 8), raw), raw.float().reshape(1, 1))
 

@@ -1,4 +1,4 @@
-"""What does not fit together is refused by name; what exporters write in many ways is one thing."""
+"""Codes and scales that do not fit are refused by name; all exporters' variants are understood."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Kind = tuple[torch.dtype, tuple[int, ...]]
 
 
 def read(quantization: dict[str, Any] | None, config: Any = None, **kinds: Kind) -> Reading:
-    """Interpret tensors; two underscores in a name are a dot."""
+    """Interpret tensors; two underscores in a name stand for a dot."""
     found = {name.replace("__", "."): kind for name, kind in kinds.items()}
     config = {**(config or {}), **({"quantization_config": quantization} if quantization else {})}
     return interpret(Source(config, found))
@@ -283,7 +283,7 @@ def test_scales_that_nobody_set_beside_ragged_dense_weights() -> None:
 
 
 def test_scales_of_what_layers_give_are_left_out() -> None:
-    """Quark writes them beside every layer; vLLM refuses a file that has them."""
+    """Quark writes output scales for every layer; vLLM refuses a file that has them."""
     outputs = {f"{name}__output_scale": (F32, ()) for name in ("a", "l.v_proj", "dense")}
     found = read(BLOCK, a__weight=W, a__weight_scale_inv=(F32, (2, 1)), **outputs)
     assert found.problems == []
@@ -431,7 +431,7 @@ def test_a_row_of_scales_is_a_column() -> None:
         found = read(quantization, a__weight=W, a__weight_scale=(F32, (1, 256)))
         assert not found.problems
         assert found.layers["a"].scheme == SCHEMES["FP8_DYNAMIC"]
-    # where it may be a row of blocks, it is one, as it was before
+    # a scale that may be a row of blocks is taken for one, as in earlier versions
     found = read(None, a__weight=(E4, (32, 4096)), a__weight_scale=(F32, (1, 32)))
     assert found.layers["a"].scheme == SCHEMES["FP8_BLOCK"]
 

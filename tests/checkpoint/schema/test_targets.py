@@ -233,7 +233,7 @@ def test_blocks_with_activations_in_16_bit_load_in_vllm_alone() -> None:
     ids=lambda config: config["model_type"],
 )
 def test_sglang_renames_the_scales_of_llama(config: dict[str, Any]) -> None:
-    """Its LlamaForCausalLM takes weight_scale_inv for weight_scale, and finds no such parameter."""
+    """SGLang's LlamaForCausalLM renames weight_scale_inv, and then finds no such parameter."""
     block, other = Scheme.of("FP8_BLOCK"), {"model_type": "qwen3"}
     assert dialect_for("sglang", block, config).name == "compressed-tensors"
     assert dialect_for("sglang", block, other).name == "fp8"

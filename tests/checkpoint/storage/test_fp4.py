@@ -1,4 +1,4 @@
-"""MXFP4 checkpoints: read as the MXFP8 weights of the same values, dense and in stacks."""
+"""MXFP4 checkpoints are read as MXFP8 weights with the same values, single and in stacks."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def test_only_mx_weights_get_another_scheme(tmp_path: Path) -> None:
 
 
 def as_kernels_hold(tensor: Tensor) -> SimpleNamespace:
-    """Hold a tensor as the kernels of GPT-OSS do, K before N, in a layout that changes nothing."""
+    """Wrap a tensor as GPT-OSS's kernels do: K before N, in a layout that changes nothing."""
     layout = SimpleNamespace(unswizzle_data=lambda data: data)
     return SimpleNamespace(storage=SimpleNamespace(layout=layout, data=tensor.transpose(-1, -2)))
 
 
 def gpt_oss(path: Path) -> nn.Module:
-    """Let Transformers write a tiny GPT-OSS with packed experts; return its dense reading."""
+    """Let Transformers write a tiny GPT-OSS with packed experts; return the model read as dense."""
     transformers = pytest.importorskip("transformers")
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     quantizers = pytest.importorskip("transformers.quantizers.quantizer_mxfp4")
@@ -130,7 +130,7 @@ def test_experts_of_gpt_oss_give_the_logits_of_their_values(tmp_path: Path) -> N
 
 
 def test_experts_of_gpt_oss_are_exact_under_16_bit_activations(tmp_path: Path) -> None:
-    """Nothing but fp32 sums, in another order at most, stands between the two models."""
+    """The two models differ only in the order of fp32 sums, if at all."""
     dense = gpt_oss(tmp_path / "a")
     how = {"scheme": "FP8_WEIGHT_ONLY", "dialect": "compressed-tensors"}
     fp8kit.convert_checkpoint(tmp_path / "a", tmp_path / "b", **how)
@@ -230,7 +230,7 @@ def test_packed_single_experts_become_fp8_experts(four: str, tmp_path: Path) -> 
 
 
 def deepseek_v4(path: Path, scale: str) -> None:
-    """Write a tiny DeepSeek V4 under the names of its makers: FP4 experts, the rest in blocks."""
+    """Write a tiny DeepSeek V4 with its original names: FP4 experts, the rest block-wise FP8."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.DeepseekV4Config(

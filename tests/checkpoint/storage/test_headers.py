@@ -1,4 +1,4 @@
-"""Headers, JSON and places that lie: each is refused, and the refusal says where."""
+"""Wrong headers, JSON and paths: each is refused, with the place of the fault."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_tensors_cover_the_data_once(tmp_path: Path) -> None:
         (b'{"a": 1' + b"0" * 5000 + b"}", "Exceeds the limit"),
     ],
 )
-def test_what_is_no_header(tmp_path: Path, header: Any, message: str) -> None:
+def test_damaged_headers_are_refused(tmp_path: Path, header: Any, message: str) -> None:
     write(tmp_path, header, b"")
     refused(tmp_path, f"model.safetensors is damaged. What is wrong: .*{message}")
 
@@ -235,7 +235,7 @@ def test_links_of_a_hub_cache_are_followed(tmp_path: Path) -> None:
 
 
 def test_a_file_in_the_place_of_the_one_that_was_opened_is_not_read(tmp_path: Path) -> None:
-    """Of the same shapes: a trainer saves again while a server loads."""
+    """The new file has the same shapes: a trainer saves again while a server loads."""
     save_file({"a": torch.zeros(1000)}, tmp_path / SHARD)
     found = read_header(tmp_path, SHARD)[0]
     check_unchanged(tmp_path, found.values())

@@ -1,4 +1,4 @@
-"""NVFP4 checkpoints: read by both layouts, quantized to FP8, and the error of that told."""
+"""NVFP4 checkpoints: both layouts are read and quantized to FP8, and the error is reported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CONFIGS = {
 
 
 def packed() -> tuple[Tensor, Tensor, Tensor]:
-    """Return bytes, e4m3 scales and values of a trained-like weight, packed by its definition."""
+    """Return bytes, e4m3 scales and values of a trained-like weight, packed by the definition."""
     weight = torch.randn(N, K // 16, 16) * 0.02
     scale = (weight.abs().amax(-1) / 6 / FACTOR).to(torch.float8_e4m3fn)
     wide = scale.float().unsqueeze(-1) * FACTOR

@@ -1,4 +1,4 @@
-"""Opening checkpoints: what is sound is read, what is not is refused by name."""
+"""Opening checkpoints: sound ones are read, damaged ones are refused, naming the fault."""
 
 from __future__ import annotations
 

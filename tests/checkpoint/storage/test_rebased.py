@@ -1,4 +1,4 @@
-"""MX weights that were saved rebased: only what is whole is read as MX again."""
+"""MX weights that were saved rebased are read as MX again only if they are complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stacks of scales beside single experts: cut where they belong, left alone where not."""
+"""Stacked scales beside single experts are split among them, if they belong to them."""
 
 from __future__ import annotations
 

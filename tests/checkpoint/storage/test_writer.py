@@ -111,7 +111,9 @@ def test_strides_views_and_empty_tensors(tmp_path: Path) -> None:
     limit=st.integers(1, 200),
     order=st.randoms(use_true_random=False),
 )
-def test_shards(sizes: list[int], limit: int, order: Any, tmp_path_factory: Any) -> None:
+def test_shards_keep_the_limit_and_whole_modules(
+    sizes: list[int], limit: int, order: Any, tmp_path_factory: Any
+) -> None:
     folder = tmp_path_factory.mktemp("shards")
     tensors = {}
     for i, n in enumerate(sizes):
@@ -226,7 +228,7 @@ def test_an_existing_destination_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the system have no call that swaps two folders."""
+    """Make the system lack the call that swaps two folders."""
     monkeypatch.setattr(directory, "exchange", lambda *_: False)
 
 
@@ -384,7 +386,7 @@ def test_what_does_not_read_back_is_not_written(
 
 
 def test_old_files_that_another_process_removes_first(tmp_path: Path, disk: Disk) -> None:
-    """It takes them for what a killed process left."""
+    """The other process takes the old files for leftovers of a killed process."""
     write(tmp_path / "c", state())
     (tmp_path / "c" / "old").touch()
 
@@ -399,7 +401,7 @@ def test_old_files_that_another_process_removes_first(tmp_path: Path, disk: Disk
     assert only(tmp_path / "c") == ["c"]
 
 
-def test_no_room(tmp_path: Path, disk: Disk) -> None:
+def test_a_disk_that_is_too_small_is_refused_first(tmp_path: Path, disk: Disk) -> None:
     disk.has_free(10)
     with pytest.raises(
         CheckpointError, match=r"has 10 bytes free. The checkpoint needs \d\.\d+ kB"

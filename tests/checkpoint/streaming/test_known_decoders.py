@@ -1,4 +1,4 @@
-"""Decoders that are known without Transformers' code are those that its code describes."""
+"""The table of known decoders agrees with Transformers' own code."""
 
 from __future__ import annotations
 

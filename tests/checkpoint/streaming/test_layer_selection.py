@@ -1,4 +1,4 @@
-"""Which tensors become FP8: by names and shapes, and by what Transformers knows."""
+"""Which tensors streaming quantizes: by names and shapes, and by Transformers' knowledge."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BF16 = torch.bfloat16
 
 
 def checkpoint(config: dict[str, object] | None = None, **shapes: tuple[int, ...]) -> Checkpoint:
-    """A checkpoint without files; dots are written as ``__``."""
+    """Return a checkpoint without files; ``__`` in a name stands for a dot."""
     names = {name.replace("__", "."): shape for name, shape in shapes.items()}
     tensors = {n: TensorInfo(n, "model.safetensors", BF16, s) for n, s in names.items()}
     return Checkpoint(Path("nowhere"), config or {}, tensors, ("model.safetensors",))

@@ -1,4 +1,4 @@
-"""Verification: what is right passes, every kind of damage is named."""
+"""Verification: a right checkpoint passes, every kind of damage is named."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_code_that_another_rounding_gives_is_told_and_allowed(pair: tuple[Path
 
 
 def test_quotients_of_16_bits_are_allowed(pair: tuple[Path, Path]) -> None:
-    """llm-compressor divides in bf16: near the middle of two codes that rounds twice."""
+    """llm-compressor divides in bf16, so values near the middle of two codes are rounded twice."""
     name = "model.layers.0.mlp.down_proj"
     w = load_file(NANO / "model.safetensors")[f"{name}.weight"]
     scale = (w.abs().amax(1, keepdim=True).float() / 448).bfloat16()
@@ -105,7 +105,7 @@ FP4 = [name for name in GOLDENS if name.endswith("fp4")]
 
 @pytest.mark.parametrize("name", [*FP4, "modelopt-stacks"])
 def test_what_is_packed_or_transposed_is_compared(name: str, tmp_path: Path) -> None:
-    """FP4 is as far from its source as FP4 rounds; some stacks have K before N."""
+    """FP4 differs from its source by FP4's rounding error; some stacks have K before N."""
     golden = GOLDENS.get(name) or transposed_stack()
     write(golden, tmp_path / "out")
     turned = name in ("mxfp4", "modelopt-stacks")
@@ -124,7 +124,7 @@ def test_what_is_packed_or_transposed_is_compared(name: str, tmp_path: Path) -> 
 
 
 def transposed_stack() -> Golden:
-    """Return a stack of experts as ModelOpt keeps those of GPT-OSS: [E, K, N], one scale."""
+    """Return a stack of experts as ModelOpt stores those of GPT-OSS: [E, K, N], one scale."""
     at = "model.layers.0.mlp.experts"
     tensors, truth = {}, {}
     for stack, (k, n) in (("gate_up_proj", (16, 24)), ("down_proj", (12, 16))):
@@ -138,7 +138,7 @@ def transposed_stack() -> Golden:
 
 
 def test_experts_may_have_the_names_of_modules(tmp_path: Path) -> None:
-    """llm-compressor and ModelOpt name those of Mixtral after Transformers' modules."""
+    """llm-compressor and ModelOpt name Mixtral's experts after Transformers' modules."""
     moe = "model.layers.0.block_sparse_moe"
     dense = {f"{moe}.experts.0.{part}.weight": torch.randn(128, 128) for part in ("w1", "w2", "w3")}
     (tmp_path / "source").mkdir()

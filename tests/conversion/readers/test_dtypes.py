@@ -1,4 +1,4 @@
-"""Code that takes the dtype of a first Parameter for that of a module's numbers."""
+"""Code that takes the dtype of a module's first Parameter for the dtype that it computes in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ D = 128
 
 
 class Encoder(nn.Module):
-    """Has a ``dtype`` as models of Transformers and diffusers have one."""
+    """Has a property ``dtype``, as models of Transformers and diffusers do."""
 
     def __init__(self, bias: bool) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Encoder(nn.Module):
 
 
 class Casts(nn.Module):
-    """Casts its input by the property of its part."""
+    """Casts its input to the ``dtype`` of its submodule."""
 
     def __init__(self, bias: bool) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Parts(nn.Module):
 
 
 class Asks(Parts):
-    """Asks for the first Parameter of a part, and for the smallest number of its dtype."""
+    """Takes ``finfo`` of the dtype of a submodule's first Parameter."""
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = next(self.parts.parameters()).dtype
@@ -60,7 +60,7 @@ class Asks(Parts):
 
 
 class Helped(Parts):
-    """Casts its input by a function that knows nothing of layers."""
+    """Casts its input by a helper function that knows nothing of layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.parts(x.to(dtype_of(self)))

@@ -1,6 +1,6 @@
-"""Forms in which the code of a model reads a weight: each leaves the layer dense, with the reason.
+"""Model code that reads a weight: each form leaves the layer dense, with the reason.
 
-What no code of the model shows raises when it happens: ``tests/modules/test_guarded_weight.py``.
+Reads that the source does not show raise at run time: ``tests/modules/test_guarded_weight.py``.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def got(self: Any, x: Tensor) -> Tensor:
 
 
 def recursive(self: Any, x: Tensor) -> Tensor:
-    def run(part: Any, y: Tensor) -> Tensor:  # a walk for each of its calls would never end
+    def run(part: Any, y: Tensor) -> Tensor:  # analysing every recursive call would never end
         if not isinstance(part, nn.ModuleList):
             return weighed(part, y)
         if len(part) > 1:
@@ -598,7 +598,7 @@ def test_what_the_forward_pass_calls_is_read_whatever_its_name() -> None:
 
 
 class Averaging(Penalized):
-    """Has a method with a name that lists and dicts have, too."""
+    """Has a method whose name is also one of lists and dicts."""
 
     def update(self) -> None:
         self.penalty()
@@ -648,7 +648,7 @@ def spread(layers: nn.ModuleList, period: int) -> list[list[nn.Module]]:
 
 
 class Spread(Rows):
-    """The same by a function, whose first argument is the layers."""
+    """Like ``Rows``, with a function whose first argument is the layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         layer: Any = spread(self.many, 2)[1][0]
@@ -731,7 +731,7 @@ def test_a_switch_that_methods_change_counts_as_either(forward: Any) -> None:
 
 
 class Experts(nn.Module):
-    """Two stacks, which methods of the class read."""
+    """Two stacks, which are read by methods of the class."""
 
     def __init__(self) -> None:
         super().__init__()

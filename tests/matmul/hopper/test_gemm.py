@@ -91,7 +91,7 @@ def test_the_source_spells_out_the_registers() -> None:
 def launched(
     m: int, w: torch.Tensor, monkeypatch: pytest.MonkeyPatch, record: Device = H200
 ) -> bool:
-    """Multiply with everything below the launch faked; return whether it may start early."""
+    """Multiply with a faked launch; return whether the launch may start early."""
     early = launches.fake(monkeypatch, record)
     x_q = fp8kit.quantize(torch.randn(m, w.shape[1]))
     groups, scale = (ROW, ROW), torch.ones(len(w), 1)
@@ -128,7 +128,7 @@ def test_a_long_gemm_starts_when_the_previous_kernel_has_ended(
 def test_every_way_to_the_gemm_starts_early_once_it_has_waited(
     mode: Callable[[], contextlib.AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Operators hand on the tensor object that the caller holds, which is where it is noted."""
+    """Operators pass on the caller's tensor object, on which the synchronization is noted."""
     early = launches.fake_layers(monkeypatch)
     w_q = fp8kit.quantize(torch.randn(64, 128), role="weight")
     with mode():
@@ -178,7 +178,9 @@ def test_a_launch_that_fails_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> 
     ],
     ids=str,
 )
-def test_what_it_declines(changes: dict[str, object], reason: str | None) -> None:
+def test_the_hopper_gemm_declines_what_it_cannot_compute(
+    changes: dict[str, object], reason: str | None
+) -> None:
     e4m3, hopper = torch.float8_e4m3fn, ("cuda", (9, 0), "NVIDIA H200")
     problem = MatmulProblem(
         *(1024, 4096, 4096, ROW, ROW, e4m3, e4m3, torch.bfloat16, False, "precise", False), *hopper
@@ -296,7 +298,7 @@ def test_a_weight_written_just_before_is_seen() -> None:
     for i in range(2000):
         w = others[i % 4]
         layer.weight_scale.data.copy_(w.scale)
-        # past the counter of changes: nothing tells the layer
+        # this bypasses the counter of changes, so the layer does not know
         layer.weight.data.view(torch.uint8).copy_(w.data.view(torch.uint8))
         assert_bits_equal(layer(x), expected[i % 4])
 
@@ -392,7 +394,7 @@ def test_tokens_quantized_in_the_gemm_give_the_bits_of_two_kernels(
 @pytest.mark.gpu
 @HOPPER
 def test_a_weight_written_right_before_its_gemm_is_seen() -> None:
-    """No quantizer in between: a kernel of torch writes the weight, the next one reads it."""
+    """No quantizer runs in between: torch's kernel writes the weight, the next kernel reads it."""
     x_q = fp8kit.quantize(torch.randn(1, 4096, device="cuda", dtype=torch.bfloat16))
     others = [
         fp8kit.quantize(torch.randn(4096, 4096, device="cuda"), role="weight") for _ in range(4)

@@ -1,4 +1,4 @@
-"""The Hopper GEMM compiled on any machine: no word of the compiler, no local memory.
+"""The Hopper GEMM compiles on any machine without compiler messages and local memory.
 
 The figures are those of the compiler in ``constraints.txt``, which is the one that torch's own
 packages for CUDA 13 bring along.
@@ -31,7 +31,7 @@ ONE_TILE = sources.Variant(False, True, False, BF16)
 
 
 def chosen() -> list[tuple[TileConfig, bool, bool]]:
-    """Return configurations of measured layers that are not among ``CONFIGS``, and who stores."""
+    """Return configurations of measured layers that are not in ``CONFIGS``, and who stores."""
     found = set()
     for m, (n, k), blocks in itertools.product(ROWS, LAYERS, (False, True)):
         config = choose(m, n, k, H200, blocks)
@@ -41,7 +41,7 @@ def chosen() -> list[tuple[TileConfig, bool, bool]]:
 
 
 def quantizing() -> list[tuple[TileConfig, bool]]:
-    """Return configurations of measured layers whose tokens the GEMM quantizes."""
+    """Return chosen configurations of measured layers in which the GEMM quantizes the tokens."""
     found = {
         (config, blocks)
         for m in (1, 2, 4)
@@ -54,9 +54,9 @@ def quantizing() -> list[tuple[TileConfig, bool]]:
 
 def check(source: str, config: TileConfig) -> None:
     found = cuda_resources(source)
-    # the stages are given what this leaves of a multiprocessor
+    # the stages get the rest of the shared memory of a multiprocessor
     assert found["shared"] <= config.static_smem_bytes
-    # registers at launch are what the warpgroups share
+    # warpgroups redistribute the registers that a launch allocates
     assert found["registers"] == config.launch_registers or not config.launch_registers
 
 
@@ -138,7 +138,7 @@ def test_shared_memory_that_the_host_does_not_know_of_is_found() -> None:
 
 
 def dependent_releases(source: str) -> int:
-    """Count the stages that are released under both outcomes of a comparison of what was read.
+    """Count the stages that both outcomes of a comparison of the values read release.
 
     Raises:
         AssertionError: if the comparison does not come after the reads.

@@ -1,10 +1,10 @@
-"""Ten thousand launches of the Hopper GEMM on two streams, each result of which is compared.
+"""Ten thousand launches of the Hopper GEMM on two streams; every result is compared.
 
-A launch that starts early, reads what the next one overwrites or leaves a result unwritten shows
-once in thousands of times. So results are poisoned before they are computed, inputs alternate so
-that stale codes are wrong codes, and nothing but this package's kernels runs between the launches
-of a chain: torch's own poisoning of memory would put a kernel between a quantizer and the GEMM that
-is to start early.
+A launch that starts too early, reads memory that the next one overwrites, or leaves a result
+unwritten fails once in thousands of times. So results are poisoned before they are computed, inputs
+alternate so that stale codes are wrong codes, and only this package's kernels run between the
+launches of a chain: torch's own poisoning of memory would put a kernel between a quantizer and the
+GEMM that is to start early.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HOPPER = pytest.mark.skipif(
 
 
 class Kind(NamedTuple):
-    """A GEMM, its configuration (``None``: as chosen), and whether blocks take several tiles."""
+    """A GEMM, its configuration (``None``: as chosen), and whether blocks compute several tiles."""
 
     name: str
     shape: tuple[int, int, int]
@@ -143,14 +143,14 @@ def test_the_kinds_are_what_their_names_say(kind: Kind) -> None:
 
 
 def is_persistent(kind: Kind, device: Device) -> bool:
-    """Return whether a block takes tile after tile."""
+    """Return whether a block computes several tiles."""
     m, n, k = kind.shape
     config = kind.config or choose(m, n, k, device, kind.groups == BLOCKS)
     return config.grid(m, n, device) < config.tiles(m, n) * config.launch.split_k
 
 
 class Given:
-    """``torch`` for the kernel's module, where ``empty`` gives the result that was poisoned."""
+    """Replaces ``torch`` in the kernel's module: ``empty`` returns the poisoned result."""
 
     def __init__(self) -> None:
         self.result: Tensor | None = None
@@ -159,7 +159,7 @@ class Given:
         return getattr(torch, name)
 
     def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the result once."""
+        """Return the poisoned result, once."""
         found, self.result = self.result, None
         assert found is not None
         assert (found.shape, found.dtype, found.device) == (shape, dtype, device)
@@ -189,7 +189,7 @@ class Product:
         return data, scale
 
     def __call__(self, i: int, y: Tensor) -> None:
-        """Write the product of input ``i`` to ``y``; no launch but ours comes in between."""
+        """Write the product of input ``i`` to ``y``, with no launches but ours."""
         if self.quantizes:
             self.given.result = y
             values = MatmulOperands(self.xs[i], None, self.w.data, self.w.scale, self.bias)
@@ -205,7 +205,7 @@ class Product:
         gemm.run(operands, self.problem, self.config)
 
     def expected(self) -> Tensor:
-        """Compute every result by itself, and hold it to the exact product."""
+        """Compute every result alone, and compare it with the exact product."""
         m, n = self.xs[0].shape[0], self.w.data.shape[0]
         results = torch.full((CHAIN, m, n), POISON, device="cuda", dtype=self.problem.out_dtype)
         w = fp8kit.dequantize(self.w)
@@ -224,13 +224,13 @@ def wrong_values(
     streams: Sequence[Any],
     launches: int = LAUNCHES,
 ) -> list[int]:
-    """Launch chains on streams in turn and count, on the device, values with other bits.
+    """Launch chains on alternating streams and count, on the device, values with wrong bits.
 
     Args:
         launch: computes result ``i`` of a chain into a tensor.
         expected: the results of a chain, stacked.
-        streams: of CUDA; on a CPU anything.
-        launches: how many in all.
+        streams: CUDA streams; on a CPU any objects.
+        launches: number of launches in all.
 
     Returns:
         The count of each stream.
@@ -278,7 +278,7 @@ def test_one_wrong_launch_of_ten_thousand_is_counted(fault: str) -> None:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch, unpoisoned: None) -> Given:
-    """Let the test decide where results are written, and torch launch nothing by itself."""
+    """Let the test choose where results are written; torch launches no kernel of its own."""
     made = Given()
     monkeypatch.setattr(gemm, "torch", made)
     return made
@@ -302,7 +302,7 @@ def test_ten_thousand_launches_on_two_streams_are_right(
 def test_ten_thousand_split_products_of_triton_on_two_streams_are_right(
     pair: tuple[GroupShape | None, GroupShape],
 ) -> None:
-    """A quantizer, a product in parts and their sum, each of which starts early on Hopper."""
+    """A quantizer, a split-K GEMM and the sum of its parts, all of which start early on Hopper."""
     triton_gemm = pytest.importorskip("fp8kit.matmul.triton_gemm")
     (group, w_group), (m, n, k) = pair, (16, 1024, 4096)
     sizes = torch.logspace(-1, 1, CHAIN, device="cuda")

@@ -1,4 +1,4 @@
-"""Properties of what the heuristics choose. Which configuration is fastest, benchmarks say."""
+"""Properties of the chosen configurations. Which one is fastest is a matter of benchmarks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8kit.matmul.hopper.heuristics import choose, choose_quantizing
 from fp8kit.matmul.hopper.tile_config import TileConfig, round_up
 from tile_configs import CONFIGS
 
-# of the last but one, several full waves and one that clusters split along K
+# the last but one has several full waves, and one that clusters split along K
 SHAPES = (
     *((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 28672), (64, 16)),
     *((34816, 2560), (3072, 768)),
@@ -34,7 +34,7 @@ def test_what_is_chosen_fits_a_multiprocessor(n: int, k: int, blocks: bool) -> N
         used = config.dynamic_smem_bytes(blocks) + config.static_smem_bytes
         assert config.needed_smem_bytes(blocks) <= config.dynamic_smem_bytes(blocks)
         assert used <= SMEM - SYSTEM
-        # the occupancy that is wanted, and no higher one
+        # the requested occupancy, and no higher one
         assert launch.blocks_per_sm * (used + SYSTEM) <= SMEM
         assert (launch.blocks_per_sm + 1) * (used + SYSTEM) > SMEM
         threads = round_up(config.threads, 128)
@@ -78,7 +78,7 @@ def test_the_choice_is_deterministic() -> None:
     orders = []
     for order in (problems, problems[::-1]):
         choose.cache_clear()
-        heuristics._deepest.cache_clear()  # what is kept must not depend on what came first
+        heuristics._deepest.cache_clear()  # cached values must not depend on the order of calls
         orders.append({p: choose(p[0], *p[1], H200, p[2]) for p in order})
     assert orders[0] == orders[1]
 

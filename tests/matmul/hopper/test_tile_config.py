@@ -103,7 +103,7 @@ def work(
 
 
 def place(tile: int, schedule: tuple[int, ...], w_tiles: int, t_tiles: int) -> tuple[int, int]:
-    """Return the weight and token tile, without dividing by the band as the kernel does."""
+    """Return the weight and token tile by another way than the kernel's division by the band."""
     if t_tiles == 1:
         return tile, 0
     _, band_tiles, inverse, _ = schedule

@@ -1,4 +1,4 @@
-"""The layer of experts on Hopper against a slow one, in every tile configuration."""
+"""Experts on Hopper in every tile configuration, compared with ``slow_experts``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ROUTINGS = ("drawn", "one expert", "foreign", "int32")
 
 
 def problem(**changes: Any) -> ExpertsProblem:
-    """Describe a layer that the kernels take, with changes."""
+    """Describe a layer that the kernels support, with the given changes."""
     given = (SWIGLU, ROW, ROW, BF16, torch.float8_e4m3fn, "exact", False, False, False, False)
     found = ExpertsProblem(64, 128, 8, 2048, 768, *given, "cuda", (9, 0))
     return dataclasses.replace(found, **changes)
@@ -110,7 +110,7 @@ def make(case: str, tokens: int, routing: str = "drawn") -> tuple[Layer, Tensor,
 
 
 def run(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, config: Any = None) -> Tensor:
-    """Compute on the GPU, with memory full of NaN for whatever is allocated."""
+    """Compute on the GPU, in memory that was full of NaN."""
     there = (on_device(layer, "cuda"), x.cuda(), ids.cuda(), weights.cuda())
     operands, described, _ = operators.described(operator_arguments(*there))
     assert hopper.supports(described) is None
@@ -167,7 +167,7 @@ def test_tiles_are_wide_where_k_is_long(changes: dict[str, Any], tiles: int) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("each", [120, 128, 136])
 def test_wide_tiles_are_chosen_and_give_the_bits_of_others(each: int) -> None:
-    """Experts have fewer rows than a tile of 144, as many, and more."""
+    """Experts have fewer rows than a tile of 144, exactly 144, and more."""
     layer = random_layer((ROW, ROW), SWIGLU, (4, 4096, 144), False)
     tokens = 4 * each // 3
     ids = (torch.arange(tokens)[:, None] + torch.arange(3)) % 4

@@ -1,4 +1,4 @@
-"""The kernels of one token against a slow layer, and which layers they serve."""
+"""The kernels for one token, compared with ``slow_experts``, and which layers they support."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def make(case: str, routing: str = "drawn") -> tuple[Layer, Tensor, Tensor, Tens
 
 
 def described(*given: Any) -> tuple[Any, Any]:
-    """Return what backends get of a layer's arguments."""
+    """Return a layer's arguments in the form that backends get."""
     operands, problem, _ = operators.described(operator_arguments(*given))
     return operands, problem
 
@@ -126,7 +126,7 @@ def test_only_what_is_older_is_read_before_the_wait_and_from_l2(case: str) -> No
 
 
 def run(*given: Any) -> Tensor:
-    """Compute on the GPU, with memory full of NaN for whatever is allocated."""
+    """Compute on the GPU, in memory that was full of NaN."""
     layer, *others = given
     operands, problem = described(on_device(layer, "cuda"), *(t.cuda() for t in others))
     assert hopper.supports(problem) is None

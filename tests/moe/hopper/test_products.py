@@ -1,4 +1,4 @@
-"""What the products load by each transfer, beside the stages that wait for it."""
+"""The bytes that the GEMMs load by each transfer, and the stages that wait for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of the experts compiled on any machine: no word of the compiler, no local memory."""
+"""The experts' kernels compile on any machine without compiler messages and local memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tile configurations of the grouped GEMMs: what they need, and which one is chosen."""
+"""Tile configurations of the grouped GEMMs: their resources, and which one is chosen."""
 
 from __future__ import annotations
 
