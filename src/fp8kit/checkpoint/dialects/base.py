@@ -64,8 +64,8 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
-    """How one layer computes; the tensors decide what a config leaves open (``None``).
+class Format:
+    """How one layer is stored and computes; tensors decide what a config leaves open (``None``).
 
     Without ``activation`` the weight decides (rows for tensors and rows, 1x128 for blocks, MX for
     MX). ``static`` activations have an ``input_scale``, which ``unscaled`` layers have and do not
@@ -100,7 +100,7 @@ class Announcement:
     bounds the amax of activations from above.
     """
 
-    numbers: Callable[[str], Numbers]
+    format_of: Callable[[str], Format]
     ignore: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     scale_ub: float | None = None
@@ -183,7 +183,7 @@ def is_embedding(layer: str) -> bool:
     return _EMBEDDING.search(layer) is not None
 
 
-def first_match(known: Mapping[str, Numbers], layer: str, default: Numbers) -> Numbers:
+def first_match(known: Mapping[str, Format], layer: str, default: Format) -> Format:
     """Return the entry of a layer: by its own name, else by the first pattern it matches."""
     patterns = (n for pattern, n in known.items() if fnmatch.fnmatchcase(layer, pattern))
     return known.get(layer) or next(patterns, default)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from fp8kit.checkpoint.dialects import base
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Numbers, Source
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, Source
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import GroupShape
 
@@ -51,16 +51,16 @@ def _parse(source: Source) -> Announcement:
     markers = [n for n in source.kinds if n.rpartition(".")[2] == MARKER]
     exact_in = tuple(n.removesuffix(MARKER) for n in markers if source.kinds[n][1] == (2,))
 
-    def numbers(layer: str) -> Numbers:
+    def format_of(layer: str) -> Format:
         place = f"{layer}.{ENTRY}".lstrip(".")
         entry = base.object_in(place, source.metadata.get(place, layers.get(layer, {})))
         _check_format(layer, entry.get("format"), source)
         exact = layer.startswith(exact_in) or bool(entry.get("full_precision_matrix_mult"))
         side = entry.get("group_size") if str(entry.get("format")).endswith("_blockwise") else None
         square = GroupShape(side, side) if isinstance(side, int) and side > 0 else None
-        return Numbers(square, static=None, weight_only=True, swizzled=True, unscaled=exact)
+        return Format(square, static=None, weight_only=True, swizzled=True, unscaled=exact)
 
-    return Announcement(numbers)
+    return Announcement(format_of)
 
 
 def _check_format(layer: str, form: object, source: Source) -> None:

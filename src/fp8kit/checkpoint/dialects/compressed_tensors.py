@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fp8kit.checkpoint.dialects import base
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source, Spec
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, JsonObject, Source, Spec
 from fp8kit.conversion.model_families import JOINED, OF_DELTA_NET
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, Scheme
@@ -86,7 +86,7 @@ def _parse(source: Source) -> Announcement:
     known = dict(sorted(pairs, key=itemgetter(0)))
     classes = [target for target in known if target.isidentifier()]
 
-    def numbers(layer: str) -> Numbers:
+    def format_of(layer: str) -> Format:
         for name in _names_of(layer, source.config):
             patterns = (group for target, group in known.items() if _is_pattern_of(target, name))
             if found := known.get(name) or next(patterns, None):
@@ -97,9 +97,9 @@ def _parse(source: Source) -> Announcement:
         if len({*known.values()}) > 1:
             wanted = f"groups one of which is for {layer}, which is FP8"
             raise base.broken("config_groups with targets", [*known], wanted)
-        return next(iter(known.values()), Numbers())
+        return next(iter(known.values()), Format())
 
-    return Announcement(numbers, ignore, unread)
+    return Announcement(format_of, ignore, unread)
 
 
 def _is_attention(name: str, group: Any) -> bool:
@@ -154,7 +154,7 @@ def _targets(name: str, group: Any) -> tuple[str, ...]:
     return targets
 
 
-def _group(name: str, group: JsonObject, found: JsonObject) -> Numbers:
+def _group(name: str, group: JsonObject, found: JsonObject) -> Format:
     layout = group.get("format") or found.get("format") or _FLOAT
     if layout not in (*_FORMATS, "mixed-precision"):
         raise base.broken("format", layout, " or ".join(_FORMATS), base.OTHER_FORMAT)
@@ -169,14 +169,14 @@ def _group(name: str, group: JsonObject, found: JsonObject) -> Numbers:
     same = (g for g, w in _WEIGHTS.items() if {**_ARGS, **w, "dynamic": False} == weights)
     weight = next(same, None)
     if weights == {**_ARGS, **_WEIGHTS[MX], "num_bits": 4, "dynamic": False}:
-        return Numbers(MX, MX)  # FP4 values are FP8 values
+        return Format(MX, MX)  # FP4 values are FP8 values
     if weights == {**_ARGS, **_NVFP4, "dynamic": False}:
-        return Numbers()  # its tensors tell what it became when it was read
+        return Format()  # its tensors tell what it became when it was read
     if weight is not None and not inputs:
-        return Numbers(weight, weight_only=True)
+        return Format(weight, weight_only=True)
     for (activation, static), x in _ACTIVATIONS.items():
         if weight is not None and {**_ARGS, **x} == inputs:
-            return Numbers(weight, activation, static)
+            return Format(weight, activation, static)
     raise CheckpointError(
         f"Config group {name} has weights {weights} and input_activations {inputs or None}.",
         "This version reads 8-bit symmetric floats: weights by tensor, channel, block of 128x128 "

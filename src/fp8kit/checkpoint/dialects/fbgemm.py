@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from fp8kit.checkpoint.dialects import base
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source, Spec
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, JsonObject, Source, Spec
 from fp8kit.formats import ROW
 
 
@@ -19,8 +19,8 @@ def _parse(source: Source) -> Announcement:
     if not isinstance(bound, int | float | None) or (bound is not None and not bound > 0):
         raise base.broken("activation_scale_ub", bound, "a positive number or null")
     ignore = base.strings(found, "modules_to_not_convert")
-    numbers = Numbers(ROW, ROW, transposed=True)
-    return Announcement(lambda _: numbers, ignore, scale_ub=bound)
+    fmt = Format(ROW, ROW, transposed=True)
+    return Announcement(lambda _: fmt, ignore, scale_ub=bound)
 
 
 def _render(spec: Spec) -> JsonObject:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8kit.checkpoint.dialects import base
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, JsonObject, Source
 from fp8kit.checkpoint.dialects.compressed_tensors import COMPRESSED_TENSORS
 
 FILE = "params.json"
@@ -38,7 +38,7 @@ def _parse(source: Source) -> Announcement:
     if not isinstance(word, str | None) or word not in _STATIC:
         raise base.broken("qscheme_act", word, "'NO_SCALES', 'TENSOR' or null", file=FILE)
     static = _STATIC[word]
-    return Announcement(lambda _: Numbers(static=static), (), unread)
+    return Announcement(lambda _: Format(static=static), (), unread)
 
 
 MISTRAL = Dialect("mistral", _detect, _parse)

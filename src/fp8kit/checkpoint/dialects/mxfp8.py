@@ -7,7 +7,7 @@ There are two spellings: SGLang and Transformers read ``weight_scale_inv``, vLLM
 from __future__ import annotations
 
 from fp8kit.checkpoint.dialects import base
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source, Spec
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, JsonObject, Source, Spec
 from fp8kit.formats import MX, SCHEMES
 
 
@@ -26,7 +26,7 @@ def _parse(source: Source) -> Announcement:
     base.choice(found, "scale_fmt", ("ue8m0", None))
     base.choice(found, "activation_scheme", ("dynamic", None))
     ignore = base.strings(found, "ignored_layers", "modules_to_not_convert")
-    return Announcement(lambda _: Numbers(MX, MX), ignore)
+    return Announcement(lambda _: Format(MX, MX), ignore)
 
 
 def _render(spec: Spec) -> JsonObject:

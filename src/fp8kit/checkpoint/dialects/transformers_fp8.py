@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from fp8kit.checkpoint.dialects import base
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source, Spec
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, JsonObject, Source, Spec
 from fp8kit.formats import BLOCK, MX, TENSOR, GroupShape, scale_shape
 
 _BYTES = (torch.uint8, torch.float8_e8m0fnu)
@@ -37,20 +37,20 @@ def _detect(source: Source) -> bool:
 
 def _parse(source: Source) -> Announcement:
     found = source.quantization
-    numbers = fp8_numbers(found)
+    fmt = fp8_format(found)
     if _is_fpw8a16(found):
-        numbers = Numbers(static=None, weight_only=True)
+        fmt = Format(static=None, weight_only=True)
     base.choice(found, "expert_dtype", ("fp8", "fp4", None))
     ignore = base.strings(found, "ignored_layers", "modules_to_not_convert")
 
-    def of(layer: str) -> Numbers:
+    def format_of(layer: str) -> Format:
         if _is_mx(layer, source):
-            return Numbers(MX, MX)
+            return Format(MX, MX)
         # Transformers gives an embedding one scale, whatever its linear layers have
         table = base.is_embedding(layer) and f"{layer}.weight_scale" in source.kinds
-        return Numbers(TENSOR, static=None) if table else numbers
+        return Format(TENSOR, static=None) if table else fmt
 
-    return Announcement(of, ignore)
+    return Announcement(format_of, ignore)
 
 
 def _is_fpw8a16(found: JsonObject) -> bool:
@@ -67,7 +67,7 @@ def _is_mx(layer: str, source: Source) -> bool:
     return any(scale in wanted for scale in scales)
 
 
-def fp8_numbers(found: JsonObject) -> Numbers:
+def fp8_format(found: JsonObject) -> Format:
     """Read what a config with ``quant_method`` ``fp8`` says about every layer.
 
     Raises ``CheckpointError`` for a value that this package does not carry out.
@@ -80,8 +80,8 @@ def fp8_numbers(found: JsonObject) -> Numbers:
     block = base.block_shape(found)
     static = activation == "static"
     if block is None or static:
-        return Numbers(block, static=static)
-    return Numbers(block, GroupShape(1, block.cols), ue8m0=ue8m0)
+        return Format(block, static=static)
+    return Format(block, GroupShape(1, block.cols), ue8m0=ue8m0)
 
 
 def _render(spec: Spec) -> JsonObject:
