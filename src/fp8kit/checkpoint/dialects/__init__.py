@@ -90,7 +90,7 @@ def detect(source: Source) -> Dialect | None:
         if isinstance(algorithm, dict):
             rotated += [f"algo_config: {key}" for key in wanted if algorithm.get(key)]
     if rotated:
-        raise base.rotated(f"The quantization config has {rotated[0]}")
+        raise base.rotated_inputs(f"The quantization config has {rotated[0]}")
     for dialect in DIALECTS:
         if dialect.detect(source):
             return dialect

@@ -25,7 +25,7 @@ def _render(spec: Spec) -> JsonObject:
     fits = scheme.weight == TENSOR and (scheme.static or scheme.activation == ROW)
     fits = fits and not scheme.ue8m0
     if spec.others or not fits or scheme.dtype != torch.float8_e4m3fn:
-        raise base.refused(
+        raise base.unwritable(
             spec,
             "autofp8",
             "This dialect holds one scale per tensor, the same scheme everywhere.",

@@ -37,7 +37,7 @@ def scheme_of_plain(scheme: str | JsonObject) -> Scheme:
         }
         return Scheme(**{**scheme, **groups, "dtype": getattr(torch, scheme["dtype"])})
     except (TypeError, LookupError, AttributeError) as error:
-        raise base.broken("scheme", scheme, "the name of a preset, or its fields") from error
+        raise base.invalid("scheme", scheme, "the name of a preset, or its fields") from error
 
 
 def schemes_of(layers: Mapping[str, str | JsonObject]) -> dict[str, Scheme]:
@@ -47,7 +47,7 @@ def schemes_of(layers: Mapping[str, str | JsonObject]) -> dict[str, Scheme]:
         try:
             found[name] = scheme_of_plain(scheme)
         except ValueError as error:
-            raise base.broken(f"layers.{name}", scheme, "a scheme") from error
+            raise base.invalid(f"layers.{name}", scheme, "a scheme") from error
     return found
 
 
@@ -58,7 +58,7 @@ def _parse(source: Source) -> Announcement:
 
     def format_of(layer: str) -> Format:
         if layer not in schemes:
-            raise base.broken("layers", sorted(schemes)[:5], f"a list with {layer}, which is FP8")
+            raise base.invalid("layers", sorted(schemes)[:5], f"a list with {layer}, which is FP8")
         scheme = schemes[layer].stored  # a rebased weight is read as the MX weight it was
         only = scheme.activation is None
         return Format(scheme.weight, scheme.activation, scheme.static, only, scheme.ue8m0)

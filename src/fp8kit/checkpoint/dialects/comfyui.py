@@ -46,7 +46,7 @@ def _parse(source: Source) -> Announcement:
             )
         more = base.object_in(f"{place}: params", entry.get("params") or {})
         if entry.get("convrot") or more.get("convrot"):
-            raise base.rotated(f"{place} says convrot")
+            raise base.rotated_inputs(f"{place} says convrot")
     # a file of several models has a marker for each
     markers = [n for n in source.kinds if n.rpartition(".")[2] == MARKER]
     exact_in = tuple(n.removesuffix(MARKER) for n in markers if source.kinds[n][1] == (2,))
@@ -70,7 +70,7 @@ def _check_format(layer: str, form: object, source: Source) -> None:
     # tools add the granularity, as in float8_e4m3fn_rowwise; ModelOpt says fp8
     fits = form in (None, "fp8") or str(form).startswith(codes) or str(form).endswith("mxfp8")
     if not fits and not (form == "nvfp4" and layer in source.made):
-        raise base.broken(
+        raise base.invalid(
             f"{layer}: format", form, f"the format of {weight}, {codes}", file="The file"
         )
 

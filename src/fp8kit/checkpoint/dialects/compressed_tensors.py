@@ -57,7 +57,7 @@ def _parse(source: Source) -> Announcement:
     found = source.quantization
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or not (groups or found.get("kv_cache_scheme")):
-        raise base.broken("config_groups", groups, "an object with at least one group")
+        raise base.invalid("config_groups", groups, "an object with at least one group")
     ignore = base.strings(found, "ignore")
     attention = [name for name, group in groups.items() if _is_attention(name, group)]
     read = [
@@ -66,16 +66,16 @@ def _parse(source: Source) -> Announcement:
         if name not in attention
     ]
     if not read and groups:
-        raise base.broken("config_groups", groups, "an object with a group of linear layers")
+        raise base.invalid("config_groups", groups, "an object with a group of linear layers")
     sparsity = base.objects(found, "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
-        raise base.broken("sparsity_config", sparsity, "absent or dense")
+        raise base.invalid("sparsity_config", sparsity, "absent or dense")
     transforms = base.objects(found, "transform_config")
     places = _places_of_rotations(transforms)
     of_weights = [place in ("weight_input", "weight_output") for place in places]
     if transforms and not (of_weights and all(of_weights)):
         wanted = "absent, or applied to weights alone: a rotation of inputs is not computed"
-        raise base.broken("transform_config", transforms, wanted)
+        raise base.invalid("transform_config", transforms, wanted)
     cache = "The config quantizes the KV cache; only fp8kit.Fp8Cache uses its scales."
     quantized = "The config quantizes attention; its scales are not used."
     said = {cache: groups and found.get("kv_cache_scheme"), quantized: attention}
@@ -96,7 +96,7 @@ def _parse(source: Source) -> Announcement:
             return known[next(c for c in (kind, "Linear", "Module", *classes) if c in known)]
         if len({*known.values()}) > 1:
             wanted = f"groups one of which is for {layer}, which is FP8"
-            raise base.broken("config_groups with targets", [*known], wanted)
+            raise base.invalid("config_groups with targets", [*known], wanted)
         return next(iter(known.values()), Format())
 
     return Announcement(format_of, ignore, unread)
@@ -143,24 +143,24 @@ def _is_pattern_of(target: str, layer: str) -> bool:
 
 def _targets(name: str, group: Any) -> tuple[str, ...]:
     if not isinstance(group, dict):
-        raise base.broken(f"config_groups.{name}", group, "an object")
+        raise base.invalid(f"config_groups.{name}", group, "an object")
     targets = base.strings(group, "targets")
     for target in targets:
         try:
             re.compile(target[3:] if target.startswith("re:") else "")
         except re.error as error:
             key = f"config_groups.{name}.targets"
-            raise base.broken(key, target, "names or regular expressions") from error
+            raise base.invalid(key, target, "names or regular expressions") from error
     return targets
 
 
 def _group(name: str, group: JsonObject, found: JsonObject) -> Format:
     layout = group.get("format") or found.get("format") or _FLOAT
     if layout not in (*_FORMATS, "mixed-precision"):
-        raise base.broken("format", layout, " or ".join(_FORMATS), base.OTHER_FORMAT)
+        raise base.invalid("format", layout, " or ".join(_FORMATS), base.OTHER_FORMAT)
     if group.get("output_activations") is not None:
         key = f"config_groups.{name}.output_activations"
-        raise base.broken(key, group["output_activations"], "null")
+        raise base.invalid(key, group["output_activations"], "null")
     weights = _args(name, group, "weights")
     inputs = _args(name, group, "input_activations")
     if isinstance(weights.get("block_structure"), str):  # written so by early exporters
@@ -190,7 +190,7 @@ def _args(name: str, group: JsonObject, key: str) -> JsonObject:
     if args is None:
         return {}
     if not isinstance(args, dict):
-        raise base.broken(f"config_groups.{name}.{key}", args, "an object or null")
+        raise base.invalid(f"config_groups.{name}.{key}", args, "an object or null")
     known = {k: v for k, v in args.items() if v is not None and k not in _HISTORY}
     return {"symmetric": True, "dynamic": False, **known}
 

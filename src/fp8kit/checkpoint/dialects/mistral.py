@@ -33,10 +33,10 @@ def _parse(source: Source) -> Announcement:
         theirs = COMPRESSED_TENSORS.parse(replace(source, config={"quantization_config": found}))
         return replace(theirs, unread=(*theirs.unread, *unread))
     if found.get("qformat_weight", "fp8_e4m3") != "fp8_e4m3":
-        raise base.broken("qformat_weight", found["qformat_weight"], "'fp8_e4m3'", file=FILE)
+        raise base.invalid("qformat_weight", found["qformat_weight"], "'fp8_e4m3'", file=FILE)
     word = found.get("qscheme_act")
     if not isinstance(word, str | None) or word not in _STATIC:
-        raise base.broken("qscheme_act", word, "'NO_SCALES', 'TENSOR' or null", file=FILE)
+        raise base.invalid("qscheme_act", word, "'NO_SCALES', 'TENSOR' or null", file=FILE)
     static = _STATIC[word]
     return Announcement(lambda _: Format(static=static), (), unread)
 

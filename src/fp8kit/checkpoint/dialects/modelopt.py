@@ -38,7 +38,7 @@ def _parse(source: Source) -> Announcement:
     if word == "MIXED_PRECISION":
         layers = base.objects(found, key := "quantized_layers") or base.objects(file, key)
         if not (layers or base.objects(found, "config_groups")):
-            raise base.broken(key, layers, "an object with at least one layer")
+            raise base.invalid(key, layers, "an object with at least one layer")
         algorithms = {name: base.objects(layers, name).get("quant_algo") for name in layers}
         known = {n: _algorithm(f"{key}.{n}", said) for n, said in algorithms.items()}
         # of an FP8 layer that is not listed: its tensors tell the rest
@@ -62,7 +62,7 @@ def _entries(config: JsonObject) -> JsonObject:
 def _algorithm(key: str, word: object) -> Format:
     found = _ALGORITHMS.get(str(word).upper())
     if found is None:
-        raise base.broken(key, word, f"one of {', '.join(_ALGORITHMS)}", base.OTHER_FORMAT)
+        raise base.invalid(key, word, f"one of {', '.join(_ALGORITHMS)}", base.OTHER_FORMAT)
     return found
 
 

@@ -22,7 +22,7 @@ def _detect(source: Source) -> bool:
 def _parse(source: Source) -> Announcement:
     found = source.quantization
     if base.block_shape(found) not in (None, MX):
-        raise base.broken("weight_block_size", found["weight_block_size"], "[1, 32]")
+        raise base.invalid("weight_block_size", found["weight_block_size"], "[1, 32]")
     base.choice(found, "scale_fmt", ("ue8m0", None))
     base.choice(found, "activation_scheme", ("dynamic", None))
     ignore = base.strings(found, "ignored_layers", "modules_to_not_convert")
@@ -31,7 +31,7 @@ def _parse(source: Source) -> Announcement:
 
 def _render(spec: Spec) -> JsonObject:
     if spec.others or spec.scheme != SCHEMES["MXFP8"]:
-        raise base.refused(
+        raise base.unwritable(
             spec,
             "mxfp8",
             "This dialect holds MX weights and activations, everywhere the same.",

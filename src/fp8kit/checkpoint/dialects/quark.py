@@ -14,7 +14,7 @@ def _parse(source: Source) -> Announcement:
     ignore = base.strings(found, "exclude")
     pack = base.objects(found, "export").get("weight_format")
     if pack not in (None, "real_quantized"):
-        raise base.broken(
+        raise base.invalid(
             "export.weight_format", pack, "'real_quantized': fake quantization has no codes"
         )
     if found.get("global_quant_config") is None and "activation_scheme" in found:
@@ -30,17 +30,17 @@ def _parse(source: Source) -> Announcement:
 
 def _format(key: str, config: Any) -> Format:
     if not isinstance(config, dict):
-        raise base.broken(key, config, "an object")
+        raise base.invalid(key, config, "an object")
     said = config.get("weight")
     if isinstance(said, list):  # int4_fp8: codes of codes
-        raise base.broken(f"{key}.weight", said, "one object, not several", base.OTHER_FORMAT)
+        raise base.invalid(f"{key}.weight", said, "one object, not several", base.OTHER_FORMAT)
     weight = _group(f"{key}.weight", base.objects(config, "weight"))
     inputs = base.objects(config, "input_tensors")
     if not inputs:
         return Format(weight, weight_only=True)
     if inputs.get("is_dynamic") is not True:
         if inputs.get("qscheme") != "per_tensor":
-            raise base.broken(f"{key}.input_tensors", inputs, "dynamic, or static per_tensor")
+            raise base.invalid(f"{key}.input_tensors", inputs, "dynamic, or static per_tensor")
         return Format(weight, static=True)
     # per channel of an activation means per token; a block weight brings groups along K
     activation = None
@@ -57,7 +57,7 @@ def _group(key: str, config: JsonObject) -> GroupShape:
         return MX
     if dtype != "fp8_e4m3":
         wanted = "'fp8_e4m3', or 'fp4' in groups of 32 with e8m0"
-        raise base.broken(f"{key}.dtype", dtype, wanted, base.OTHER_FORMAT)
+        raise base.invalid(f"{key}.dtype", dtype, wanted, base.OTHER_FORMAT)
     if scheme == "per_tensor":
         return TENSOR
     if scheme == "per_channel" and config.get("ch_axis") in (0, None):
@@ -68,7 +68,7 @@ def _group(key: str, config: JsonObject) -> GroupShape:
             return MX
         if all(isinstance(n, int) and 0 < n <= 2**20 for n in block):
             return GroupShape(*block)
-    raise base.broken(
+    raise base.invalid(
         key, config, "per_tensor, per_channel over axis 0, per_block, or groups of 32"
     )
 

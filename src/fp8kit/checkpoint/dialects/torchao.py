@@ -34,7 +34,7 @@ def _parse(source: Source) -> Announcement:
         for name in (f"{layer}.weight", layer):
             if name in source.metadata:
                 return _described(name, source.metadata[name], source)
-        raise base.broken(f"{layer}.weight", None, "a description", file="The safetensors header")
+        raise base.invalid(f"{layer}.weight", None, "a description", file="The safetensors header")
 
     return Announcement(format_of, ignore)
 
@@ -58,8 +58,8 @@ def _described(name: str, text: str, source: Source) -> Format:
                 return Format(weight, weight_only=True)
             return _with_activations(weight, acts, data)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise base.broken(name, text, f"a description of a tensor ({error})", file=file) from error
-    raise base.broken(
+        raise base.invalid(name, text, f"a description of a tensor ({error})", file=file) from error
+    raise base.invalid(
         name, text, "a Float8Tensor, or an MXTensor of float8_e4m3fn by 32", file=file
     )
 

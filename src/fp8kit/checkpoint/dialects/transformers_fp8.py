@@ -75,7 +75,7 @@ def fp8_format(found: JsonObject) -> Format:
     activation = base.choice(found, "activation_scheme", ("dynamic", "static", None))
     base.choice(found, "fmt", ("e4m3", "float8_e4m3fn", None))
     if (said := found.get(key := "weight_scale_semantics")) is not None:  # GPTQModel divides
-        raise base.broken(key, said, "absent, for scales that multiply", base.OTHER_FORMAT)
+        raise base.invalid(key, said, "absent, for scales that multiply", base.OTHER_FORMAT)
     ue8m0 = base.choice(found, "scale_fmt", ("ue8m0", "float", None)) == "ue8m0"
     block = base.block_shape(found)
     static = activation == "static"
@@ -90,7 +90,7 @@ def _render(spec: Spec) -> JsonObject:
     block = scheme.weight == BLOCK and scheme.activation == GroupShape(1, 128)
     tensor = scheme.weight == TENSOR and (dynamic or scheme.static) and not scheme.ue8m0
     if spec.others or not (block or tensor) or scheme.dtype != torch.float8_e4m3fn:
-        raise base.refused(
+        raise base.unwritable(
             spec,
             "fp8",
             "This dialect holds 128x128 blocks or one scale per tensor, the same everywhere.",
