@@ -80,11 +80,11 @@ class Taken:
                 module._parameters[key] = frozen(tensor)
         shapes = {n: tuple(t.shape) for n, t in model.state_dict(keep_vars=True).items()}
         self._check(model, checkpoint, shapes)
-        arrivals = Placement(model, shapes, self.layers, device=device, high=high, owned=True)
+        placement = Placement(model, shapes, self.layers, device=device, high=high, owned=True)
         order = sorted(self.tensors, key=lambda n: (checkpoint.tensors[n].shard, natural(n)))
         for name in order:
-            arrivals.put(self.names.get(name, name), checkpoint.read(name))
-        arrivals.finish()
+            placement.put(self.names.get(name, name), checkpoint.read(name))
+        placement.finish()
         if self.experts:
             _keep_rules(model, self.rules)
 
