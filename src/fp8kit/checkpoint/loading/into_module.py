@@ -96,7 +96,7 @@ def fill(
     Parameters on meta are made, others overwritten. ``options`` is for a checkpoint in high
     precision alone. By default the model stays where it is and meta goes to the CPU; tensors in
     memory keep their dtype, and those on meta take the checkpoint's. ``strict`` raises for tensors
-    that the model does not use, ``form`` is as in ``mx_forms.settle``, ``missing`` as in
+    that the model does not use, ``form`` is as in ``mx_forms.set_forms``, ``missing`` as in
     ``fp8kit.load``. Raises ``CheckpointError`` if names or shapes do not match; nothing has been
     changed then. Raises ``ConversionError`` if a layer cannot be quantized.
     """
@@ -194,7 +194,7 @@ def end(model: nn.Module, layers: NewLayers, placement: Placement) -> list[str]:
             "Pass them too, or create them before loading.",
         )
     experts = {n: cast(ExpertTensors, model.get_submodule(n)) for n in layers.experts}
-    told = mx_forms.settle({**layers.made, **experts}, layers.form)
+    told = mx_forms.set_forms({**layers.made, **experts}, layers.form)
     rebased = (n for n, layer in layers.made.items() if layer.scheme.rebased)
     placement.placed.update(named(name, "weight_exponents") for name in rebased)
     for name, module in experts.items():
