@@ -191,6 +191,18 @@ def test_codes_load_as_they_are_whatever_comes_first() -> None:
         assert_state(model, state)
 
 
+def test_a_kept_weight_of_another_dtype_leaves_the_loaded_codes() -> None:
+    """Codes of the bf16 copy are others than those of the fp32 weight that was loaded."""
+    model = nn.Sequential(nn.Linear(256, 256)).bfloat16()
+    fp8kit.convert(model, weight_storage="keep")
+    weight = torch.randn(256, 256)
+    load_weights(model, {"0.weight": weight, "0.bias": torch.zeros(256)})
+    q = fp8kit.quantize(weight, role="weight")
+    model(torch.randn(2, 256))
+    assert_bits_equal(model[0].quantized_weight().data, q.data)
+    assert_bits_equal(model[0].original_weight, weight.bfloat16())
+
+
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "MXFP8"])
 def test_codes_of_siblings_join(scheme: str) -> None:
     source = on_meta(False)

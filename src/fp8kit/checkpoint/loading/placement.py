@@ -290,6 +290,7 @@ class Placement:
             q = quantized(value.to(place), layer.scheme, named(name, "weight"))
             if layer.original_weight is not None:
                 layer.original_weight.copy_(value)
+                layer.keep(layer.original_weight)  # in its dtype it may have other codes
             found = stored_tensors(q, layer.scheme, layer=name)
         for kind, tensor in found.items():
             self._set(layer, kind, tensor, named(name, kind), fresh=isinstance(value, Tensor))
