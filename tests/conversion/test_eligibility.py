@@ -181,6 +181,29 @@ class Slotted:
     layer: nn.Module
 
 
+class PrivateSlot:
+    __slots__ = ("__held",)
+
+    def __init__(self, held: object) -> None:
+        self.__held = held
+
+
+class OneSlot:
+    __slots__ = "held"
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+
+class Gone:
+    """What a foreign object that is not ready does when it is looked at."""
+
+    __slots__ = ("held",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
 def enclosed(layer: nn.Module) -> Any:
     class Calls:
         __slots__ = ()
@@ -263,6 +286,9 @@ HELD_PARTS: dict[str, Callable[[nn.Module], Any]] = {
     "weight": lambda layer: {"weights": [layer.weight]},
     "weight in objects": lambda layer: Step([Step([Step(layer.weight)])]),  # type: ignore[arg-type]
     "weight in slots": lambda layer: [Slotted(layer.weight)],  # type: ignore[arg-type]
+    "weight in a private slot": lambda layer: PrivateSlot(layer.weight),
+    "weight in one slot": lambda layer: OneSlot(layer.weight),
+    "weight in items": lambda layer: dict(enumerate([0, 1, layer.weight])).items(),
     "view of the weight": lambda layer: layer.weight.t(),
     "part of the weight": lambda layer: [layer.weight.detach()[:64]],
     "end of the weight": lambda layer: [layer.weight.detach()[64:]],
@@ -288,6 +314,15 @@ def test_how_a_layer_is_printed_is_no_part_of_it() -> None:
     model.proj.extra_repr = describe  # type: ignore[method-assign]
     assert len(fp8kit.convert(model).converted) == 2
     assert "scheme=FP8_DYNAMIC" in str(model.proj)
+
+
+@pytest.mark.parametrize("proxy", [False, True])
+def test_objects_that_raise_when_looked_at_may_be_held(proxy: bool) -> None:
+    model, part = Listing("list"), nn.ReLU()
+    held = weakref.proxy(part) if proxy else Gone()
+    model.steps = [{"a": [held]}, model.proj.weight]
+    del part
+    assert [r.name for r in fp8kit.convert(model).converted] == ["other"]
 
 
 def test_a_tensor_without_a_shape_may_be_held() -> None:

@@ -403,6 +403,18 @@ def test_a_wrong_description_of_a_class_is_refused(said: Any) -> None:
     assert recognize(Misdescribed()) is None
 
 
+def test_a_stack_with_two_names_may_be_described_by_the_second() -> None:
+    class Named(Own):
+        def __init__(self) -> None:
+            super().__init__()
+            self.again = self.first
+
+    said = fp8kit.ExpertStacks("again", "second", Activation("gelu", gated=False))
+    fp8kit.register_experts(Named, lambda _: said)
+    with pytest.warns(UserWarning, match="could not be run"):  # it reads the first name
+        assert isinstance(recognize(Named()), fp8kit.ExpertStacks)
+
+
 @pytest.mark.parametrize("said", [{"activation": Activation()}, {}])
 def test_a_description_whose_shapes_do_not_fit_is_refused(said: dict[str, Any]) -> None:
     class Unfit(nn.Module):

@@ -92,6 +92,8 @@ def test_leading_dimensions_and_logits() -> None:
     assert_bits_equal(layer(x, logits=logits), expected)
     with pytest.raises(TypeError, match="tensors of ids and weights, or logits"):
         layer(x)
+    x, alone = torch.randn(1, 6, 64), [t.view(6, 1, -1) for t in (ids, weights)]
+    assert_bits_equal(layer(x, *alone), layer(x, ids, weights))  # a 1 does not change the order
 
 
 @pytest.mark.parametrize("scheme", ["FP8", "MXFP8"])

@@ -9,6 +9,7 @@ import types
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -260,7 +261,7 @@ def _held_in_parts(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
         if is_linear(module) and (weight := module._parameters.get("weight")) is not None
         for address in _addresses(weight)
     }
-    seen: dict[int, int] = {}
+    seen: dict[int, tuple[int, Any]] = {}
     return {
         (layer, part): f"{type(holder).__name__} holds its {part} in {attribute}, "
         "which stays dense; "
@@ -277,29 +278,33 @@ def _held_in_parts(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
 
 
 def _parts_of_layers(
-    value: Any, owners: Mapping[int, nn.Module], seen: dict[int, int], depth: int = 6
+    value: Any, owners: Mapping[int, nn.Module], seen: dict[int, tuple[int, Any]], depth: int = 6
 ) -> Iterator[tuple[nn.Module, str]]:
     """Yield ``(layer, part)`` for parts of layers in a value.
 
-    ``depth`` bounds recursive values; ``seen`` maps the id of each searched object to its depth.
+    ``depth`` bounds recursive values; ``seen`` maps the id of each searched object to its depth,
+    and to the object, because the id of a freed one is given to another.
     """
-    if isinstance(value, weakref.ProxyTypes):
-        value = value.__repr__.__self__  # the object behind the proxy
-    owner: Any = value.__self__ if isinstance(value, types.MethodType) else None
-    if is_linear(owner):
-        if value.__func__ is not nn.Module.__call__:  # harmless: it looks forward up at each call
-            yield owner, getattr(value, "__name__", "method")  # a partial has no name
-    elif isinstance(value, torch.Tensor):
-        found = [owners[a] for a in _addresses(value) if a in owners]
-        base = None if is_lazy(value) else value._base
-        if base is not None:  # a view of a weight, but not of memory that many tensors share
-            whole = (owners[a] for a in _addresses(base) if a in owners)
-            found += [m for m in whole if base.numel() == m.get_parameter("weight").numel()]
-        yield from ((owner, "weight") for owner in found)
-    elif depth > seen.get(id(value), 0) and not isinstance(value, _HOLD_NOTHING):
-        seen[id(value)] = depth
-        for part in _parts(value):
-            yield from _parts_of_layers(part, owners, seen, depth - 1)
+    try:
+        if isinstance(value, weakref.ProxyTypes):
+            value = value.__repr__.__self__  # the object behind the proxy
+        owner: Any = value.__self__ if isinstance(value, types.MethodType) else None
+        if is_linear(owner):
+            if value.__func__ is not nn.Module.__call__:  # harmless: looks forward up at each call
+                yield owner, getattr(value, "__name__", "method")  # a partial has no name
+        elif isinstance(value, torch.Tensor):
+            found = [owners[a] for a in _addresses(value) if a in owners]
+            base = None if is_lazy(value) else value._base
+            if base is not None:  # a view of a weight, but not of memory that many tensors share
+                whole = (owners[a] for a in _addresses(base) if a in owners)
+                found += [m for m in whole if base.numel() == m.get_parameter("weight").numel()]
+            yield from ((owner, "weight") for owner in found)
+        elif depth > seen.get(id(value), (0,))[0] and not isinstance(value, _HOLD_NOTHING):
+            seen[id(value)] = depth, value
+            for part in _parts(value):
+                yield from _parts_of_layers(part, owners, seen, depth - 1)
+    except Exception:  # a foreign object that cannot be looked at, such as a dead proxy
+        return
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -314,8 +319,17 @@ def _parts(value: Any) -> Iterable[Any]:
         return (value.__self__,)
     if isinstance(value, types.FunctionType):
         return closure(value).values()
-    slots = (name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()))
-    return *getattr(value, "__dict__", {}).values(), *(getattr(value, n, None) for n in slots)
+    return *getattr(value, "__dict__", {}).values(), *_in_slots(value)
+
+
+def _in_slots(value: Any) -> Iterator[Any]:
+    """Yield what the slots of an object hold, without running code of its class."""
+    for kind in type(value).__mro__:
+        slots = vars(kind).values() if "__slots__" in vars(kind) else ()
+        for slot in slots:
+            if isinstance(slot, types.MemberDescriptorType):
+                with suppress(AttributeError):  # of an empty slot
+                    yield slot.__get__(value)
 
 
 def _kept_in_float32(model: nn.Module) -> set[re.Pattern[str]]:

@@ -132,7 +132,8 @@ def _checked(stacks: object, module: nn.Module) -> ExpertStacks | None:
     """Return what ``describe`` returned; raise if it does not fit the module."""
     if stacks is None:
         return None
-    held = {n: tuple(p.shape) for n, p in module.named_parameters(recurse=False) if p.dim() == 3}
+    named = module.named_parameters(recurse=False, remove_duplicate=False)
+    held = {n: tuple(p.shape) for n, p in named if p.dim() == 3}
     required = f"names Parameters of three dimensions: {some_of(list(held))}."
     if isinstance(stacks, ExpertStacks) and all(_is_stack(module, n) for n in stacks.names):
         (e, *up), (e_, *down) = (held[name] for name in stacks.names)

@@ -394,9 +394,12 @@ class Fp8Experts(ExpertTensors):
 
 
 def _check_leading(x: Tensor, *routes: Tensor | None) -> None:
-    """Raise unless all leading dimensions are those of the tokens, or one for all of them."""
+    """Raise if rows of routes are not ordered as the tokens; dimensions of 1 change no order."""
     for given in routes:
-        if isinstance(given, Tensor) and given.dim() > 2 and given.shape[:-1] != x.shape[:-1]:
+        if not isinstance(given, Tensor) or given.dim() < 3:
+            continue
+        ours, theirs = ([n for n in t.shape[:-1] if n != 1] for t in (x, given))
+        if len(theirs) > 1 and ours != theirs:
             raise InvalidValue(
                 f"Got tokens {tuple(x.shape)}, and ids, weights or logits {tuple(given.shape)}.",
                 "All but the last dimension are those of the tokens, or one for all of them.",

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8kit
-from fp8kit.conversion.readers.reads import weight_reads
+from fp8kit.conversion.readers.reads import Reader, weight_reads
 from fp8kit.conversion.readers.source import node_of
+from fp8kit.conversion.readers.values import Scope
+from fp8kit.conversion.readers.walk import Walk
 from numerics import relative_error
 
 SIZE = 128
@@ -799,6 +801,14 @@ def test_stacks_that_are_read_beside_their_module_stay_dense(
     converted = {r.name for r in fp8kit.convert(model).stacks}
     assert converted == ({*names} if run is calls else {"alone"})
     assert relative_error(model(x, ids, weights), expected) < (0.1 if run is calls else 1e-6)
+
+
+def test_what_each_of_many_modules_stores_is_kept_once() -> None:
+    reader, many = Reader(nn.Identity()), tuple(nn.Identity() for _ in range(50))
+    for modules in (many[:20], many):
+        reader.store(modules, "used", modules)
+    assert len(set(map(id, reader.stored.values()))) == 1
+    assert Walk(reader, Scope("", {}, None), 0).attribute(many, "used") == many
 
 
 def test_no_code_of_the_standard_library_is_followed() -> None:

@@ -190,6 +190,7 @@ class Expressions:
         """Return an attribute of values; most attributes of a weight note it as read."""
         found: list[Values] = []
         getters: dict[Any, list[Any]] = defaultdict(list)
+        shared: dict[int, Values] = {}  # what methods stored, mostly once for many owners
         for owner in owners:
             if isinstance(owner, Weight):
                 if name not in _HARMLESS and (name != "dtype" or owner.tells_dtype):
@@ -202,14 +203,16 @@ class Expressions:
             if name == "__dict__" and isinstance(owner, nn.Module):
                 found.append((Items(held_by(owner)),))
                 continue
-            for value in (*lookup(owner, name), *self.reader.stored.get((id(owner), name), ())):
+            stored = self.reader.stored.get((id(owner), name), ())
+            shared[id(stored)] = stored
+            for value in lookup(owner, name):
                 if isinstance(value, Property):
                     getters[value.function].append(value.owner)
                 else:
                     found.append((value,))
         for function, bound in getters.items():
             found.append(self.reader.follow(function, [tuple(bound)], {}, self.depth + 1))
-        return united(*found)
+        return united(*found, *shared.values())
 
     def truth(self, node: ast.AST) -> tuple[bool, bool]:
         """Return whether a condition is known from the model's attributes, and whether it holds.

@@ -222,12 +222,11 @@ class Reader:
                     self._methods[name].append(_function(value))
 
     def store(self, owners: Values, name: str, values: Values) -> None:
-        """Record modules that a method stores in an attribute of a module."""
+        """Record modules that a method stores in an attribute of one of the owners, or of each."""
         if any(isinstance(v, nn.Module) for v in leaves(values)):
-            for owner in owners:
-                if isinstance(owner, nn.Module):
-                    key = id(owner), name
-                    self.stored[key] = united(self.stored.get(key, ()), values)
+            keys = [(id(owner), name) for owner in owners if isinstance(owner, nn.Module)]
+            before = {id(held): held for k in keys if (held := self.stored.get(k))}
+            self.stored |= dict.fromkeys(keys, united(*before.values(), values))
 
     def forget(self) -> None:
         """Follow each function anew."""
