@@ -25,7 +25,7 @@ from torch import nn
 
 import fp8kit
 from checking import Checked, reason
-from fp8kit.modules.mx_forms import settle
+from fp8kit.modules.mx_forms import set_forms
 from fp8kit.perf.timing import QUICK, THOROUGH, Effort
 from layers import chosen
 from linear import DENSE_ERROR, FP8_ERROR, integers
@@ -115,7 +115,7 @@ def layers_of(shape: tuple[int, int], copies: int, device: torch.device) -> dict
         found["bf16"].append(dense)
         for scheme in SCHEMES:
             found[scheme].append(fp8kit.Fp8Linear.from_linear(dense, scheme))
-    settle({str(i): layer for i, layer in enumerate(found["MXFP8"])})
+    set_forms({str(i): layer for i, layer in enumerate(found["MXFP8"])})
     return found
 
 

@@ -186,7 +186,7 @@ def candidates(
         if -(-problem.k // chosen.depth) >= 2 * splits:
             found.append(chosen._replace(splits=splits))
     found += [chosen._replace(stages=s) for s in {3, 5, 8} - {chosen.stages}]
-    if triton_gemm.deepest(problem) > chosen.depth:
+    if triton_gemm.most_step_columns(problem) > chosen.depth:
         found.append(chosen._replace(depth=2 * chosen.depth, stages=max(2, chosen.stages // 2)))
     if decoded:
         found += [chosen._replace(cols=32), chosen._replace(cols=32, warps=4, stages=4)]

@@ -289,18 +289,18 @@ def special(r: random.Random, case: Case) -> None:
     case.specials[r.choice(list(case.files))] = r.choice(kinds)
 
 
-def places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def paths_in(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of every value in a tree except its root."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for key, value in items:
         yield (*path, key)
         if isinstance(value, (dict, list)):
-            yield from places(value, (*path, key))
+            yield from paths_in(value, (*path, key))
 
 
 def change(r: random.Random, tree: Any) -> list[str]:
     """Change one place of a tree; return the words of which a refusal must name one."""
-    path = r.choice(list(places(tree)) or [()])
+    path = r.choice(list(paths_in(tree)) or [()])
     if not path:
         return []
     holder = tree
@@ -319,7 +319,7 @@ def change(r: random.Random, tree: Any) -> list[str]:
         holder[key] = value + r.choice((-8, -1, 1, 8, 2**32, 2**63, -(2**63)))
     elif how == 3:
         other = tree
-        for step in r.choice(list(places(tree))):
+        for step in r.choice(list(paths_in(tree))):
             other = other[step]
         holder[key] = json.loads(json.dumps(other))
     elif how == 4:
@@ -329,7 +329,7 @@ def change(r: random.Random, tree: Any) -> list[str]:
     return words
 
 
-def twice(r: random.Random, case: Case) -> None:
+def repeated_key(r: random.Random, case: Case) -> None:
     """Repeat a key, and perhaps change the encoding: JSON libraries treat both differently."""
     name = json_file(r, case)
     with contextlib.suppress(*NOT_A_TREE):
@@ -342,7 +342,7 @@ def twice(r: random.Random, case: Case) -> None:
 
 MUTATIONS = (
     *(bytes_anywhere, cut, header_length, header_tree, header_tree, header_tree, json_tree),
-    *(json_tree, json_tree, json_tree, hostile_index, twice, deep, wide, special),
+    *(json_tree, json_tree, json_tree, hostile_index, repeated_key, deep, wide, special),
 )
 
 
@@ -437,7 +437,7 @@ def complaints(message: str, case: Case, path: Path) -> list[str]:
     wrong = []
     if not any(name in message for name in case.files) and str(path) not in message:
         wrong.append(f"names no file: {message[:500]}")
-    elif case.touched and not any(word in message for word in due(case)):
+    elif case.touched and not any(word in message for word in expected_words(case)):
         wrong.append(f"names none of {case.touched}: {message[:500]}")
     if len(message) > LONGEST_MESSAGE:
         wrong.append(f"is {len(message)} characters long: {message[:300]}")
@@ -446,7 +446,7 @@ def complaints(message: str, case: Case, path: Path) -> list[str]:
     return wrong
 
 
-def due(case: Case) -> list[str]:
+def expected_words(case: Case) -> list[str]:
     """List the words of which a refusal must name one: what was changed, or an original layer."""
     changed = [ascii(word)[1:-1][:50] for word in case.touched if word]
     return [*changed, "quant_method", *(f"{layer}." for layer in case.layers)]

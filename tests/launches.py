@@ -17,7 +17,7 @@ from fp8kit.matmul.hopper.device import H200, Device
 from fp8kit.ops import bodies
 
 
-def fake(
+def fake_gemm_launch(
     monkeypatch: pytest.MonkeyPatch,
     record: Device = H200,
     kernel: Callable[..., object] | None = None,
@@ -71,7 +71,7 @@ def _put(monkeypatch: pytest.MonkeyPatch, fakes: Mapping[tuple[Any, str], object
 def fake_layers(
     monkeypatch: pytest.MonkeyPatch, run: Callable[..., torch.Tensor] = gemm.run
 ) -> list[bool]:
-    """Make dispatch choose the Hopper GEMM for every matmul; otherwise as ``fake``.
+    """Make dispatch choose the Hopper GEMM for every matmul; otherwise as ``fake_gemm_launch``.
 
     Args:
         monkeypatch: undoes the fakes.
@@ -80,4 +80,4 @@ def fake_layers(
     backend = dataclasses.replace(gemm.BACKEND, run=run)
     chosen = {(bodies, "decide"): lambda _, p, *__: Choice(p, "hopper_gemm", backend, ())}
     _put(monkeypatch, chosen)
-    return fake(monkeypatch)
+    return fake_gemm_launch(monkeypatch)

@@ -36,7 +36,7 @@ class Layer(NamedTuple):
     rounding: str | None = None
 
 
-class Slow(NamedTuple):
+class Yardstick(NamedTuple):
     """A result in float64, and per token the two numbers that bound its error.
 
     ``flips``: the error of codes that flip to a neighbour. ``spread``: the sum of the norms of the
@@ -72,7 +72,7 @@ def stack(weights: Tensor, group: GroupShape) -> QTensor:
     return QTensor(data, torch.stack([p.scale for p in parts]), group)
 
 
-def slow_experts(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Slow:
+def slow_experts(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Yardstick:
     """Compute a layer pair by pair, rounding to FP8 where the layer does."""
     m, hidden = x.shape
     y, flips, spread = torch.zeros(m, hidden).double(), torch.zeros(m).double(), torch.zeros(m)
@@ -93,10 +93,10 @@ def slow_experts(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Slow:
             # an error of about 2^-23 flips one code in a thousand rows, to a neighbour 2^-3 away
             flips[token] += abs(factor) / 8 * (h.abs() * w2[expert].norm(dim=0)).max()
             spread[token] += abs(factor) * float(q.norm())
-    return Slow(y, flips, spread.double())
+    return Yardstick(y, flips, spread.double())
 
 
-def slow_by_expert(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Slow:
+def slow_by_expert(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Yardstick:
     """Compute the same as ``slow_experts``, all pairs of an expert at once, on x's device."""
     y = torch.zeros_like(x, dtype=torch.float64)
     flips, spread = y.new_zeros(x.shape[0]), y.new_zeros(x.shape[0])
@@ -120,7 +120,7 @@ def slow_by_expert(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Slo
         size = factor[:, 0].abs().double()
         flips.index_add_(0, token, size / 8 * (h.abs() * w2.norm(dim=0)).amax(1))
         spread.index_add_(0, token, size * q.norm(dim=1))
-    return Slow(y, flips, spread)
+    return Yardstick(y, flips, spread)
 
 
 def dense_experts(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def on_device(layer: Layer, device: str) -> Layer:
     return Layer(*(x.to(device) if isinstance(x, Tensor | QTensor) else x for x in layer))
 
 
-def assert_experts(y: Tensor, slow: Slow, terms: int, short_sums: float = 0.0) -> None:
+def assert_experts(y: Tensor, slow: Yardstick, terms: int, short_sums: float = 0.0) -> None:
     """Check every token of a layer against the slow result.
 
     Permitted are flipped codes; two roundings to the dtype of the result, of each pair's row and of

@@ -19,7 +19,7 @@ from fp8kit.fused import triton as fused_triton
 from grids import diagonal
 
 sanitize = pytest.importorskip("sanitize", reason="triton or cuda-bindings is not installed")
-from launches import fake  # noqa: E402
+from launches import fake_gemm_launch  # noqa: E402
 
 triton_rows = pytest.importorskip("fp8kit.quantizers.triton_rows")
 SOURCE = Path(fp8kit.__file__).parent
@@ -157,7 +157,7 @@ def test_own_calls_cover_every_configuration_kind_and_dtype(
         variants.append((config, variant))
         return SimpleNamespace(launch=lambda *a, **options: launches.append((*a, options)))
 
-    fake(monkeypatch, kernel=kernel)
+    fake_gemm_launch(monkeypatch, kernel=kernel)
     for call in sanitize.own_calls("cpu", undrawn).values():
         call()
     assert len(launches) == len(variants)

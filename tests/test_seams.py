@@ -27,7 +27,7 @@ REASONS = {
     "_bar": "bytes of progress, which a terminal shows rounded",
     "_capture": "how many calls a graph has, which no result tells",
     "_current_stream": "a second stream where there is no GPU",
-    "_deepest": "a cache that must not decide",
+    "_with_most_stages": "a cache that must not decide",
     "_direct": "launches by the bindings, without Triton's compiler",
     "_empty": "where results of a recording lie",
     "_fp8_weight": "read by users of the library that `compat` stands for",

@@ -154,7 +154,7 @@ def scaled_mm(
     validation.check_quantized("w_q", w_q)
     x, w = x_q.data, w_q.data
     validation.check_operands(x, w, bias, accum)
-    validation.check_run(batch_invariant, backend)
+    validation.check_run_options(batch_invariant, backend)
     validation.check_out_dtype(out_dtype)
     if x_q.group.rows > 1 and x.dim() > 2:
         raise InvalidValue(
@@ -233,7 +233,7 @@ def linear(
         )
     validation.check_float("x", x)
     validation.check_operands(x, w_q.data, bias, accum)
-    validation.check_run(batch_invariant)
+    validation.check_run_options(batch_invariant)
     if scheme is not None:
         validation.check_codes("w_q", w_q.data.dtype, Scheme.of(scheme))
     activation, rounding = validation.activation_format(w_q.group, scheme, input_scale)

@@ -22,7 +22,7 @@ from fp8kit.errors import CheckpointError
 from fp8kit.formats import SCHEMES
 from fp8kit.io.translation import convert_checkpoint
 from golden.generate import FOLDER, goldens
-from golden.layout import codes, fp8, rest, scales, write
+from golden.layout import codes, dense_tensors, fp8, scales, write
 
 GOLDENS = goldens()
 
@@ -129,7 +129,7 @@ def test_no_tensor_is_written_that_engines_do_not_know(
     source = FOLDER / name
     if name == "blocks":
         source = tmp_path / "blocks"
-        tensors = rest() | {
+        tensors = dense_tensors() | {
             "a.o_proj.weight": fp8(codes(256, 128)),
             "a.o_proj.weight_scale_inv": scales(2, 1),
         }

@@ -410,23 +410,27 @@ TUNED = Table("Toy", 1e12, 1e15, {CASE: {"bf16": 4.0, "hopper_gemm": 2.0}})
 
 
 @pytest.fixture
-def wishes(monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]) -> list[tuning.Wish]:
+def requests(
+    monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]
+) -> list[tuning.TuneRequest]:
     """Collect the requests to a faked GPU's tuning, which returns ``TUNED``."""
-    wishes: list[tuning.Wish] = []
+    requests: list[tuning.TuneRequest] = []
 
-    def tune(asked: list[tuning.Wish], *_: object, store: Callable[[Table], None], **__: object):
-        wishes.extend(asked)
+    def tune(
+        asked: list[tuning.TuneRequest], *_: object, store: Callable[[Table], None], **__: object
+    ):
+        requests.extend(asked)
         store(TUNED)
         return tuning.Outcome(TUNED)
 
     faked_cuda()
     monkeypatch.setattr(tuning, "tune", tune)
-    return wishes
+    return requests
 
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_tune_stores_or_writes_its_table(
-    stored: bool, tmp_path: Path, cache_dir: Path, wishes: list[tuning.Wish]
+    stored: bool, tmp_path: Path, cache_dir: Path, requests: list[tuning.TuneRequest]
 ) -> None:
     """The command alone; the tests of ``fp8kit.perf`` are about the measurement."""
     place = () if stored else ("--output", tmp_path / "t.json")
@@ -434,7 +438,7 @@ def test_tune_stores_or_writes_its_table(
     result = run("tune", "--shapes", "64x128", "-m", "16", *schemes, *place)
     assert result.exit_code == 0, result.output
     assert "64x128 m=16 row*row precise: hopper_gemm 2.0 µs, 2.00 x bf16" in result.output
-    assert [w.schemes[0].name for w in wishes] == ["FP8_BLOCK", "FP8"]
+    assert [w.schemes[0].name for w in requests] == ["FP8_BLOCK", "FP8"]
     found = table_for("Toy")
     assert found == TUNED if stored else found is None
     if not stored:
@@ -443,11 +447,11 @@ def test_tune_stores_or_writes_its_table(
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["dense", "fp8"])
 def test_tune_measures_joined_siblings_of_few_rows(
-    fp8: bool, quantized: Path, cache_dir: Path, wishes: list[tuning.Wish]
+    fp8: bool, quantized: Path, cache_dir: Path, requests: list[tuning.TuneRequest]
 ) -> None:
     result = run("tune", quantized if fp8 else NANO, "-m", "1,4096")
     assert result.exit_code == 0, result.output
-    alone, joined = wishes
+    alone, joined = requests
     assert set(alone.shapes) >= {(256, 256), (128, 256), (768, 256), (256, 768)}
     assert (set(joined.shapes), joined.rows) == ({(512, 256), (1536, 256)}, [1])
     assert alone.rows == [1, 4096]

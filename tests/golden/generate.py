@@ -30,10 +30,10 @@ from golden.layout import (
     by_tensor,
     codes,
     compressed,
+    dense_tensors,
     exponents,
     fp8,
     power,
-    rest,
     scales,
     spread,
     values,
@@ -139,7 +139,7 @@ def fp8_method() -> dict[str, Golden]:
         "fp8-block-e8m0": Golden("fp8", "FP8_BLOCK_UE8M0",
             quantization=HF_BLOCK | {"scale_fmt": "ue8m0", "expert_dtype": "fp8"},
             **by_block("scale", lambda e: e.view(torch.float8_e8m0fnu))),
-        "fp8-block-experts": Golden("fp8", "FP8_BLOCK", rest() | stack,
+        "fp8-block-experts": Golden("fp8", "FP8_BLOCK", dense_tensors() | stack,
             {f"{EXPERTS}.down_proj": values(two, spread(scales(2, 1, 1), (16, 32), 128, 128)),
                 f"{EXPERTS}.gate_up_proj": values(up,
                     spread(scales(2, 2, 1, seed=4), (256, 8), 128, 128))}, HF_BLOCK),
@@ -197,14 +197,14 @@ def fp4(experts: int, n: int, k: int, seed: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def mxfp4() -> dict[str, Golden]:
-    tensors, truth = rest(), {}
+    tensors, truth = dense_tensors(), {}
     for name, (n, k) in (("gate_up_proj", (8, 64)), ("down_proj", (4, 32))):
         blocks, power_of, numbers = fp4(2, n, k, seed=n)
         tensors[f"{EXPERTS}.{name}_blocks"] = blocks
         tensors[f"{EXPERTS}.{name}_scales"] = power_of
         truth[f"{EXPERTS}.{name}"] = numbers
     config = {"quant_method": "mxfp4", "modules_to_not_convert": IGNORE}
-    packed, known = rest(), {}
+    packed, known = dense_tensors(), {}
     for layer, (n, k) in ((OUT, (24, 32)), (DOWN, (20, 64))):
         blocks, power_of, numbers = fp4(1, n, k, seed=n)
         packed |= {f"{layer}.weight": blocks.view(n, k // 2), f"{layer}.weight_scale": power_of[0]}
@@ -242,7 +242,7 @@ def nvfp4_weight(n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def nvfp4() -> dict[str, Golden]:
-    theirs, nvidia, truth = rest(), rest(), {}
+    theirs, nvidia, truth = dense_tensors(), dense_tensors(), {}
     for layer, shape in ((OUT, (24, 32)), (DOWN, (20, 64))):
         packed, groups, numbers = nvfp4_weight(*shape)
         theirs |= {
@@ -351,13 +351,13 @@ def torchao() -> dict[str, Golden]:
         n: json.dumps({"_type": kind, "_data": data, "_tensor_data_names": names})
         for n, (kind, data) in described.items()
     }
-    metadata |= {n: json.dumps({"_type": "Tensor"}) for n in rest()}
-    metadata["tensor_names"] = json.dumps([*described, *rest()])
+    metadata |= {n: json.dumps({"_type": "Tensor"}) for n in dense_tensors()}
+    metadata["tensor_names"] = json.dumps([*described, *dense_tensors()])
     return {
         "torchao": Golden(
             "torchao",
             {OUT: "FP8_DYNAMIC", DOWN: "FP8_TENSOR_BY_16BIT", up: "MXFP8"},
-            rest() | tensors,
+            dense_tensors() | tensors,
             {OUT: values(W1, s), DOWN: values(w2, one), up: values(w_mx, power(e))},
             {"quant_method": "torchao", "quant_type": {"default": {"_version": 2}}},
             metadata=metadata,

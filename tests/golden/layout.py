@@ -107,7 +107,7 @@ def values(bytes_: Tensor, scale: Tensor) -> Tensor:
     return _VALUES[bytes_.long()] * scale
 
 
-def rest() -> dict[str, Tensor]:
+def dense_tensors() -> dict[str, Tensor]:
     """Return tensors in high precision: an embedding, a norm, a router."""
     return {
         "model.embed_tokens.weight": (torch.arange(24) / 8).view(3, 8).bfloat16(),
@@ -121,7 +121,7 @@ W1, W2 = codes(24, 32), codes(20, 64, seed=5)
 
 def by_tensor(weight_scale: str, input_scale: str, shape: tuple[int, ...]) -> dict[str, Any]:
     """Return two layers with one weight scale each, and an input scale each if that has a name."""
-    tensors, inputs = rest(), {}
+    tensors, inputs = dense_tensors(), {}
     for i, (layer, w) in enumerate(((OUT, W1), (DOWN, W2))):
         tensors[f"{layer}.weight"] = fp8(w)
         tensors[f"{layer}.{weight_scale}"] = torch.full(shape, 0.015 + i / 64)
@@ -137,7 +137,7 @@ def by_tensor(weight_scale: str, input_scale: str, shape: tuple[int, ...]) -> di
 
 def by_row(weight_scale: str, *, column: bool = True) -> dict[str, Any]:
     s1, s2 = scales(24, 1), scales(20, 1, seed=3)
-    tensors = rest() | {f"{OUT}.weight": fp8(W1), f"{DOWN}.weight": fp8(W2)}
+    tensors = dense_tensors() | {f"{OUT}.weight": fp8(W1), f"{DOWN}.weight": fp8(W2)}
     for layer, s in ((OUT, s1), (DOWN, s2)):
         tensors[f"{layer}.{weight_scale}"] = s if column else s.flatten()
     return {"tensors": tensors, "truth": {OUT: values(W1, s1), DOWN: values(W2, s2)}}
@@ -145,7 +145,7 @@ def by_row(weight_scale: str, *, column: bool = True) -> dict[str, Any]:
 
 def by_block(weight_scale: str, scale: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
     """Return a layer of two rows of blocks and one of two columns, both ragged."""
-    tensors, truth = rest(), {}
+    tensors, truth = dense_tensors(), {}
     for layer, w, shape in ((OUT, codes(136, 24), (2, 1)), (DOWN, codes(16, 200, seed=9), (1, 2))):
         e = exponents(*shape, seed=w.shape[0])
         s = power(e) if scale else scales(*shape)
@@ -155,7 +155,7 @@ def by_block(weight_scale: str, scale: Callable[[Tensor], Tensor] | None = None)
 
 
 def by_mx(weight_scale: str, *, e8m0: bool = False) -> dict[str, Any]:
-    tensors, truth = rest(), {}
+    tensors, truth = dense_tensors(), {}
     for layer, w in ((OUT, W1), (DOWN, W2)):
         e = exponents(w.shape[0], w.shape[1] // 32)
         stored = e.view(torch.float8_e8m0fnu) if e8m0 else e

@@ -320,14 +320,14 @@ def test_cuts_fit_the_device_and_leave_no_part_empty(
         steps = -(-problem.k // tile.depth)
         assert tile.splits * tile.chunks <= steps
         assert tile.splits == 1 or steps // tile.splits >= 4
-        assert tile.depth <= triton_gemm.deepest(problem)
+        assert tile.depth <= triton_gemm.most_step_columns(problem)
         assert problem.k % 16 == 0 or tile.stages == 2
 
 
 def test_a_step_that_spans_two_scales_is_refused(device: torch.device) -> None:
     operands = Operands((3, 64, 512), PAIRS["odd-groups"], device)
     problem = operands.problem()
-    assert triton_gemm.deepest(problem) == 32
+    assert triton_gemm.most_step_columns(problem) == 32
     with pytest.raises(AssertionError):
         operands.multiply(problem, tile=CUT._replace(depth=64))
 
@@ -345,7 +345,7 @@ def test_a_step_that_spans_two_scales_is_refused(device: torch.device) -> None:
 def test_a_step_is_no_deeper_than_its_sums_allow(pair: str, accum: str, deepest: int) -> None:
     operands = Operands((3, 64, 2048), PAIRS[pair], torch.device("cpu"))
     problem = operands.problem(accum=accum)
-    assert triton_gemm.deepest(problem) == deepest
+    assert triton_gemm.most_step_columns(problem) == deepest
     triton_gemm.product_constants(problem, CUT._replace(depth=deepest))
     with pytest.raises(AssertionError):
         triton_gemm.product_constants(problem, CUT._replace(depth=2 * deepest))

@@ -16,7 +16,7 @@ from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.conversion.notes import mx_numbers
 from fp8kit.formats import MX, MX_FORMS, SCHEMES, QTensor
 from fp8kit.modules.expert_tensors import ExpertTensors
-from fp8kit.modules.mx_forms import form_on, settle
+from fp8kit.modules.mx_forms import form_on, set_forms
 from fp8kit.moe import triton
 from fp8kit.moe.activation import Activation
 from fp8kit.moe.problem import ExpertsProblem
@@ -109,7 +109,7 @@ def test_codes_of_another_form_are_refused(scheme: str, other: str, said: str) -
 
 def test_experts_that_would_lose_too_much_fall_back_by_name() -> None:
     fits, wild = experts("MXFP8"), experts("MXFP8", outliers=64)
-    (told,) = settle({"a": fits, "b": wild})
+    (told,) = set_forms({"a": fits, "b": wild})
     assert fits.scheme.name == "MXFP8_ROW"
     assert "rebased to one power of two per row" in fits.form_note
     assert told.startswith("b: one power of two per row would change")

@@ -18,7 +18,7 @@ from fp8kit.checkpoint.storage.writer import write_checkpoint
 from fp8kit.formats import MX, MX_FORMS, SCHEMES, QTensor, Scheme
 from fp8kit.matmul import torch_native, triton_gemm
 from fp8kit.matmul.problem import linear_problem
-from fp8kit.modules.mx_forms import form_on, settle, stored_weight
+from fp8kit.modules.mx_forms import form_on, set_forms, stored_weight
 from mx_checkpoints import K, Model, N, directory, outlying, trained
 from numerics import ONE_OPERAND, assert_bits_equal, assert_scheme_error, relative_error
 
@@ -267,7 +267,7 @@ def test_groups_of_nan_stay_nan_in_every_form(form: str) -> None:
 def test_a_weight_with_groups_of_nan_is_not_rebased() -> None:
     q = with_nan_group()
     layer = fp8kit.Fp8Linear.from_quantized(q, scheme="MXFP8")
-    (told,) = settle({"up": layer})
+    (told,) = set_forms({"up": layer})
     assert told.startswith("up: one power of two per row would lose the codes of NaN groups")
     assert layer.scheme.name == "MXFP8_WEIGHT_ONLY"
     assert_bits_equal(stored_weight(layer).data, q.data)
@@ -302,7 +302,7 @@ def test_an_interrupt_leaves_no_codes_with_scales_of_others() -> None:
     value = fp8kit.dequantize(layer.quantized_weight())
     layer.__class__ = Interrupted
     with contextlib.suppress(KeyboardInterrupt):
-        settle({"layer": layer})
+        set_forms({"layer": layer})
     assert relative_error(fp8kit.dequantize(layer.quantized_weight()), value) < 0.01
 
 

@@ -40,7 +40,7 @@ from fp8kit.moe.problem import (
 from numerics import SHORT_SUM, assert_bits_equal, assert_matmul
 from slow_experts import (
     Layer,
-    Slow,
+    Yardstick,
     assert_experts,
     operator_arguments,
     slow_by_expert,
@@ -365,7 +365,7 @@ def problems_of(name: str, case: Case, compute: Compute, device: str) -> str:
         return compute(operands, problem)
 
     y = computed(x)
-    slow = Slow(*(t.to(device) for t in slow_by_expert(*quick_place(layer, x, ids, weights))))
+    slow = Yardstick(*(t.to(device) for t in slow_by_expert(*quick_place(layer, x, ids, weights))))
     beside = torch.arange(x.shape[0], device=device) % 3 == 1
     among_nan = between_nan(x.masked_fill(beside[:, None], torch.nan))
     try:

@@ -117,7 +117,7 @@ def test_the_tile_is_named(
     from fp8kit.matmul.hopper.device import H200
 
     faked_cuda()
-    launches.fake(monkeypatch)
+    launches.fake_gemm_launch(monkeypatch)
     layer = fp8kit.Fp8Linear(14336, 4096, bias=False, device="meta", dtype=torch.bfloat16)
     on_hopper = dataclasses.replace(layer.problem(128), device_type="cuda", capability=(9, 0))
     describe_layers_as(on_hopper)

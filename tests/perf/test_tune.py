@@ -23,7 +23,7 @@ from fp8kit.matmul.problem import MatmulBackend
 from fp8kit.perf import operands as benched
 from fp8kit.perf import tune
 from fp8kit.perf.timing import QUICK, SUSTAINED, Case, Effort, copies_past_cache, time_cases
-from fp8kit.perf.warmup import layer_wishes, warmup
+from fp8kit.perf.warmup import layer_requests, warmup
 
 CPU = torch.device("cpu")
 SHAPE = (96, 256)
@@ -64,9 +64,9 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], None]:
 
 
 def tuned(scheme: str = "FP8_DYNAMIC", accum: str = "precise", m: int = 70) -> tune.Outcome:
-    wish = tune.Wish([SHAPE], [m], [Scheme.of(scheme)], accum)
+    request = tune.TuneRequest([SHAPE], [m], [Scheme.of(scheme)], accum)
     timer = timer_of({"hopper_gemm": 1.0, "hopper_gemm:wide": 2.0, "torch_native": 3.0, DENSE: 4.0})
-    return tune.tune([wish], CPU, timer=timer)
+    return tune.tune([request], CPU, timer=timer)
 
 
 @pytest.mark.parametrize(("flops", "effort"), [(1e15, QUICK), (1e4, SUSTAINED)])
@@ -86,7 +86,7 @@ def test_long_layers_are_timed_until_power_limits_the_clock(
         asked.append(effort)
         return dict.fromkeys(cases, 1.0)
 
-    tune.tune([tune.Wish([SHAPE], [70], [Scheme.of("FP8_DYNAMIC")])], CPU, timer=timer)
+    tune.tune([tune.TuneRequest([SHAPE], [70], [Scheme.of("FP8_DYNAMIC")])], CPU, timer=timer)
     assert asked == [effort]
 
 
@@ -181,16 +181,16 @@ def test_the_layer_that_is_timed_is_the_layer_that_runs(scheme: str) -> None:
 
 def test_tuning_stops_in_time_and_says_what_is_left(backends: Callable[[Spoil], None]) -> None:
     backends(lambda y: y)
-    wish = tune.Wish([SHAPE, (32, 64)], [1], [Scheme.of("FP8_DYNAMIC")])
-    outcome = tune.tune([wish], CPU, timer=timer_of({}), seconds=-1.0)
+    request = tune.TuneRequest([SHAPE, (32, 64)], [1], [Scheme.of("FP8_DYNAMIC")])
+    outcome = tune.tune([request], CPU, timer=timer_of({}), seconds=-1.0)
     assert outcome.table.rows == {}
     assert "2 shapes were not reached" in str(outcome)
 
 
-@pytest.mark.parametrize("wish", [([SHAPE], [0]), ([(0, 4)], [1])], ids=str)
-def test_empty_layers_cannot_be_tuned(wish: tuple[list[tuple[int, int]], list[int]]) -> None:
+@pytest.mark.parametrize("empty", [([SHAPE], [0]), ([(0, 4)], [1])], ids=str)
+def test_empty_layers_cannot_be_tuned(empty: tuple[list[tuple[int, int]], list[int]]) -> None:
     with pytest.raises(ValueError, match="positive"):
-        tune.tune([tune.Wish(*wish, [Scheme.of("FP8")])], CPU, timer=timer_of({}))
+        tune.tune([tune.TuneRequest(*empty, [Scheme.of("FP8")])], CPU, timer=timer_of({}))
 
 
 def test_what_is_kept_is_used(cache_dir: Path) -> None:
@@ -205,13 +205,13 @@ def test_what_is_kept_is_used(cache_dir: Path) -> None:
     assert len(list((cache_dir / "tables").glob("*.json"))) == 1
 
 
-def test_shipped_wishes_cover_every_scheme_and_family() -> None:
-    wishes = tune.shipped_wishes()
-    seen = {s.name for w in wishes for s in w.schemes}
+def test_shipped_requests_cover_every_scheme_and_family() -> None:
+    requests = tune.shipped_requests()
+    seen = {s.name for w in requests for s in w.schemes}
     assert seen == {"FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR", "FP8", "FP8_WEIGHT_ONLY"}
-    shapes = {s for w in wishes for s in w.shapes}
+    shapes = {s for w in requests for s in w.shapes}
     assert all(set(family) <= shapes for family in benched.MODEL_SHAPES.values())
-    assert {w.accum for w in wishes} == {"precise", "fast"}
+    assert {w.accum for w in requests} == {"precise", "fast"}
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_warmup_tunes_the_shapes_that_run() -> None:
     model = nn.Sequential(Block())
     fp8kit.convert(model)
     layers = [m for m in model.modules() if isinstance(m, fp8kit.Fp8Linear)]
-    alone, joined = layer_wishes(layers, [1, 600])
+    alone, joined = layer_requests(layers, [1, 600])
     assert set(alone.shapes) == {(256, 128), (128, 128), (128, 256)}
     assert list(alone.rows) == [1, 600]
     assert (list(joined.shapes), list(joined.rows)) == ([(512, 128)], [1])
@@ -327,8 +327,8 @@ def test_warmup_refuses_what_cannot_run(
 @pytest.mark.usefixtures("cache_dir")
 def test_tuning_on_a_gpu_fills_a_table() -> None:
     schemes = [Scheme.of(n) for n in ("FP8_DYNAMIC", "FP8_BLOCK", "FP8_WEIGHT_ONLY")]
-    wish = tune.Wish([(1024, 2048)], [1, 300], schemes)
-    outcome = tune.tune([wish], torch.device("cuda", 0))
+    request = tune.TuneRequest([(1024, 2048)], [1, 300], schemes)
+    outcome = tune.tune([request], torch.device("cuda", 0))
     assert outcome.faults == []
     assert len(outcome.table.rows) == 6
     tune.keep(outcome.table)
@@ -367,11 +367,11 @@ def test_a_full_gpu_is_no_fault_of_a_candidate(backends: Callable[[Spoil], None]
 
 def test_times_are_stored_shape_by_shape(backends: Callable[[Spoil], None]) -> None:
     backends(lambda y: y)
-    wish = tune.Wish([SHAPE, (64, 64)], [1], [Scheme.of("FP8_DYNAMIC")])
+    request = tune.TuneRequest([SHAPE, (64, 64)], [1], [Scheme.of("FP8_DYNAMIC")])
     timer = timer_of({"hopper_gemm": 1.0, "hopper_gemm:wide": 2.0, "torch_native": 3.0, DENSE: 4.0})
     stored: list[int] = []
     outcome = tune.tune(
-        [wish], CPU, timer=timer, store=lambda table: stored.append(len(table.rows))
+        [request], CPU, timer=timer, store=lambda table: stored.append(len(table.rows))
     )
     assert stored == [1, 2]
     assert len(outcome.table.rows) == 2

@@ -25,7 +25,7 @@ from fp8kit.modules.libraries import is_transformers
 from numerics import EXPERTS_DIFFERENCE, matmul_bound, relative_error
 from zoo.architecture import Architecture
 from zoo.fake import operands
-from zoo.fake_experts import Fake, rounding
+from zoo.fake_experts import FakeExperts, rounding
 
 SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR", "MXFP8")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -217,7 +217,7 @@ def _of_linear(layer: Any, weight: Tensor, bias: Tensor | None) -> Compare:
 
 
 def _of_experts(layer: Any, dense: nn.Module) -> Compare:
-    fake = Fake(dense, layer.stacks.names)
+    fake = FakeExperts(dense, layer.stacks.names)
 
     def compare(args: Any, kwargs: Any, y: Tensor) -> str | None:
         x = args[0] if args else next(iter(kwargs.values()))

@@ -59,7 +59,7 @@ def rounding(scheme: str, apart: torch.dtype | None) -> Rounding:
     return Rounding(weight, inputs, lambda h: rounded(h, between))
 
 
-class Fake:
+class FakeExperts:
     """Fake-quantized experts, made from the dense module.
 
     Args:

@@ -22,7 +22,7 @@ from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 from zoo import check, of_torch, of_transformers, of_vision, page
 from zoo.architecture import Architecture
-from zoo.fake_experts import EXACT, Fake
+from zoo.fake_experts import EXACT, FakeExperts
 from zoo.pool import run
 
 of_vision.install_stand_ins()  # before Transformers imports torchvision, which wants them
@@ -250,7 +250,7 @@ def test_experts_that_compute_something_else_have_no_fake() -> None:
         module = kind(config)
         for parameter in module.parameters():
             nn.init.normal_(parameter)
-        fake = Fake(module, ("gate_up_proj", "down_proj"))
+        fake = FakeExperts(module, ("gate_up_proj", "down_proj"))
         with nullcontext() if known else pytest.raises(ValueError, match="nobody knows"):
             fake((x, ids, torch.rand(4, 2)), {}, EXACT)
 

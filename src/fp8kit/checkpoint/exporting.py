@@ -33,7 +33,7 @@ class Exported:
     """The content of a model's checkpoint, under the names there; a tied tensor appears once.
 
     ``dense`` names linear layers in high precision, both as in the model and as in the checkpoint;
-    ``config`` has no quantization config; ``whole`` names FP8 stacks that are not split.
+    ``config`` has no quantization config; ``whole_stacks`` names FP8 stacks that are not split.
     """
 
     tensors: dict[str, Tensor]
@@ -41,16 +41,16 @@ class Exported:
     config: JsonObject = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     experts: dict[str, ExpertLayer] = field(default_factory=dict)
-    whole: list[str] = field(default_factory=list)
+    whole_stacks: list[str] = field(default_factory=list)
 
 
 def export_module(model: nn.Module) -> Exported:
     """Export any module under the names of its ``state_dict``."""
-    layers, whole = split_experts(model)
-    taken_apart = own_names(model, whole)
+    layers, whole_stacks = split_experts(model)
+    taken_apart = own_names(model, whole_stacks)
     tensors = {n: t for n, t in untied(model, set()).items() if n not in taken_apart}
     tensors |= tensors_of(layers) | held_cache_scales(model)
-    return Exported(tensors, unquantized(model, tensors), experts=layers, whole=whole)
+    return Exported(tensors, unquantized(model, tensors), experts=layers, whole_stacks=whole_stacks)
 
 
 def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:

@@ -160,7 +160,7 @@ def inspect(path: str | Path) -> Inspection:
                 f"{len(short)} scales have 16 bit, e.g. {short[0]}: they are read as they are, and "
                 "are coarser than the scales that were computed."
             )
-        found.problems += [checkpoint.announced_alone] * bool(checkpoint.announced_alone)
+        found.problems += [checkpoint.announced_but_dense] * bool(checkpoint.announced_but_dense)
     if checkpoint.nameless and Path(path).is_dir():
         found.notes.append(checkpoint.nameless)
     if not found.problems:  # a scale of the wrong shape could not be read anyway

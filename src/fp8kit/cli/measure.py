@@ -162,22 +162,19 @@ def tune(
         )
     if shipped_shapes:
         _refuse_what_is_shipped(click.get_current_context())
-        wishes = tuning.shipped_wishes()
+        requests = tuning.shipped_requests()
     else:
         kinds = [Scheme.of(name) for name in scheme]
         layers = _layers(source, shapes)
-        wishes = [
-            wish
-            for kind in kinds
-            for wish in tuning.wishes_of(
-                layers.values(), joined_shapes(layers, kind), rows, kind, accum
-            )
-        ]
+        requests = []
+        for kind in kinds:
+            joined = joined_shapes(layers, kind)
+            requests += tuning.requests_of(layers.values(), joined, rows, kind, accum)
     said = None if as_json else (lambda text: click.echo(text, err=True))
     where = torch.device(device)
     with torch.cuda.device(where):
         store = tuning.keep if output is None else (lambda table: table.write(output))
-        outcome = tuning.tune(wishes, where, seconds=seconds, progress=said, store=store)
+        outcome = tuning.tune(requests, where, seconds=seconds, progress=said, store=store)
     facts = {"table": json.loads(outcome.table.to_json()), "faults": outcome.faults}
     print_result({**facts, "left": outcome.left} if as_json else str(outcome), as_json)
 

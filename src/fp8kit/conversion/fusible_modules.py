@@ -30,7 +30,7 @@ EPSILONS = ("variance_epsilon", "eps", "epsilon")
 _RMS_FORMULAS = ((0.0, "stepwise"), (0.0, "once"), (1.0, "once"), (1.0, "stepwise"))
 # share of unequal results: another order of summation changes few, another formula a quarter
 _PROBED_DIFFERENCE = 0.02
-_PROBED = 2**14  # elements
+_PROBE_ELEMENTS = 2**14
 _NORMS = "diffusers.models.normalization."
 _ADAPTIVE = {
     f"{_NORMS}AdaLayerNormZero": Modulation(6, 0, 1, (2, 3, 4, 5)),
@@ -125,7 +125,7 @@ def recognize_norm(norm: nn.Module) -> NormFormula | None:
     else:
         return None
     random = torch.Generator().manual_seed(0)
-    rows = max(4, min(16, _PROBED // max(shape[0], 1)))
+    rows = max(4, min(16, _PROBE_ELEMENTS // max(shape[0], 1)))
     try:
         with on_trial():
             drawn = {

@@ -37,7 +37,7 @@ def replace_layers(
     experts = _unchanged_experts(model, report)
     _check_values(model, report)
     scales = _input_scales(model, scheme, report, calibrate)
-    form, scheme = mx_forms.named_form(scheme), scheme.stored  # settle() rebases below
+    form, scheme = mx_forms.named_form(scheme), scheme.stored  # set_forms() rebases below
     for module, stacks in experts:
         convert_experts(module, stacks, scheme, weight_storage)
     made: dict[str, Fp8Linear | ExpertTensors] = {}
@@ -50,12 +50,12 @@ def replace_layers(
             layer.keep(kept.to("cpu") if weight_storage == "cpu_offload" else kept)
         layer.transposed = is_conv1d(module)
         layer.qualified_name = record.name
-        mx_forms.settle({record.name: layer}, form)  # before become(): an interrupt is harmless
+        mx_forms.set_forms({record.name: layer}, form)  # before become(): an interrupt is harmless
         made[record.name] = become(module, layer)
     for record in report.stacks:
         held = model.get_submodule(record.name)
         assert isinstance(held, ExpertTensors)
-        mx_forms.settle({record.name: held}, form)
+        mx_forms.set_forms({record.name: held}, form)
         made[record.name] = held
     for record in (*report.linears, *report.stacks):
         record.reason = made[record.name].form_note

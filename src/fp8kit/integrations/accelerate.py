@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from fp8kit.formats import FP8_FORMATS
 from fp8kit.modules.expert_tensors import ExpertTensors
-from fp8kit.modules.guarded_weight import plain
-from fp8kit.modules.libraries import run_through
+from fp8kit.modules.guarded_weight import unguarded
+from fp8kit.modules.libraries import wrap_once
 from fp8kit.modules.linear import Fp8Linear
 
 
 def patch() -> None:
     """Let accelerate quantize a dense weight that it places into an FP8 layer."""
     for user in (utils, modeling, hooks):
-        run_through(user, "set_module_tensor_to_device", _place)
+        wrap_once(user, "set_module_tensor_to_device", _place)
     for user in (accelerate, utils, modeling, big_modeling):
-        run_through(user, "load_checkpoint_in_model", _fill)
+        wrap_once(user, "load_checkpoint_in_model", _fill)
 
 
 def _fill(
@@ -61,7 +61,7 @@ def _place(
     if str(device) == "meta" or held is None or not (dense and into_codes):
         own(module, tensor_name, device, value, dtype, *args, **kwargs)
         if held is not None:
-            layer._parameters[name] = plain(layer._parameters[name])
+            layer._parameters[name] = unguarded(layer._parameters[name])
         return
     layer.load_state_dict({name: value}, strict=False, assign=held.is_meta)
     layer.to(device)

@@ -41,7 +41,7 @@ from fp8kit.integrations.quantizer_of_layers import (
 from fp8kit.modules import mx_forms
 from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.hooks import become
-from fp8kit.modules.libraries import run_through
+from fp8kit.modules.libraries import wrap_once
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import frozen
 
@@ -249,7 +249,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             )
         for layer in layers.values():
             layer.requires_grad_(False)
-        for sentence in mx_forms.settle(layers, self.form):
+        for sentence in mx_forms.set_forms(layers, self.form):
             warnings.warn(sentence, stacklevel=2)
         groups = self.report.groups if self.report else siblings.find_groups(model, list(layers))
         siblings.share_inputs(model, groups)
@@ -308,7 +308,7 @@ def _join_dense_alone(kind: Any, /, **_: Any) -> None:
     for subclass in kind.__subclasses__():
         _join_dense_alone(subclass)
     if "fuse_projections" in vars(kind):
-        run_through(kind, "fuse_projections", _fuse_projections)
+        wrap_once(kind, "fuse_projections", _fuse_projections)
 
 
 def _fuse_projections(own: Any, attention: Any, *args: Any, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_model
 
 from fp8kit.errors import UnsupportedError
-from fp8kit.modules.libraries import on_demand, run_through
+from fp8kit.modules.libraries import on_demand, wrap_once
 
 # imported on demand, because the mixin is patched while fp8kit itself is imported
 _load = on_demand("fp8kit.io.models", "load")
@@ -37,7 +37,7 @@ def patch() -> None:
         return _load(Path(model_file), model, device=map_location, strict=strict).eval()
 
     setattr(PyTorchModelHubMixin, "_load_as_safetensor", classmethod(load))  # noqa: B010
-    run_through(PyTorchModelHubMixin, "_save_pretrained", _save)
+    wrap_once(PyTorchModelHubMixin, "_save_pretrained", _save)
 
 
 def _save(own: Any, self: Any, save_directory: Path) -> None:

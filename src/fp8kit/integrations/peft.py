@@ -28,7 +28,7 @@ from fp8kit.errors import InvalidValue, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS
 from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.expert_tensors import ExpertTensors
-from fp8kit.modules.libraries import run_through
+from fp8kit.modules.libraries import wrap_once
 from fp8kit.modules.linear import Fp8Linear
 
 OLDEST = (0, 21)
@@ -86,7 +86,7 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
             raise _made_from_codes(f"init_lora_weights={config.init_lora_weights!r}")
         if getattr(config, "kasa_config", None):  # would read the weight, on meta only in forward
             raise _made_from_codes("kasa_config")
-        _in_words(super().update_layer, adapter_name, *args, config=config, **kwargs)
+        _explaining_fp8_errors(super().update_layer, adapter_name, *args, config=config, **kwargs)
 
     def merge(
         self,
@@ -189,7 +189,7 @@ def _made_from_codes(what: str) -> UnsupportedError:
     )
 
 
-def _in_words(own: Any, *args: Any, **kwargs: Any) -> Any:
+def _explaining_fp8_errors(own: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function; replace torch's error for FP8 arithmetic by one that says what to do."""
     try:
         return own(*args, **kwargs)
@@ -239,11 +239,11 @@ def patch() -> None:
             "Upgrade with pip install -U peft.",
         )
     lora_model.dispatch_default = _dispatch
-    run_through(_BaseAdaptedAttention, "__init__", _in_words)
+    wrap_once(_BaseAdaptedAttention, "__init__", _explaining_fp8_errors)
     for method in ("inject_adapter", "merge_adapter", "_unload_and_optionally_merge"):
-        run_through(BaseTuner, method, _in_words)
-    run_through(UniLoraLayer, "update_scaling", _scale_in_high_precision)
-    run_through(ModulesToSaveWrapper, "check_module", _refuse_fp8)
+        wrap_once(BaseTuner, method, _explaining_fp8_errors)
+    wrap_once(UniLoraLayer, "update_scaling", _scale_in_high_precision)
+    wrap_once(ModulesToSaveWrapper, "check_module", _refuse_fp8)
 
 
 def _refuse_fp8(own: Any, wrapper: Any) -> None:

@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import FP8_FORMATS
-from fp8kit.modules.libraries import run_through
+from fp8kit.modules.libraries import wrap_once
 
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # DDP reads it from the module that it wraps
@@ -25,10 +25,10 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"  # DDP reads it from the module t
 
 def patch() -> None:
     """Patch DDP and ``AveragedModel``, and FSDP1 if it is loaded."""
-    run_through(nn.parallel.DistributedDataParallel, "__init__", _distribute)
-    run_through(torch.optim.swa_utils.AveragedModel, "update_parameters", _average)
+    wrap_once(nn.parallel.DistributedDataParallel, "__init__", _distribute)
+    wrap_once(torch.optim.swa_utils.AveragedModel, "update_parameters", _average)
     if _FSDP in sys.modules:
-        run_through(sys.modules[_FSDP].FullyShardedDataParallel, "__init__", _shard)
+        wrap_once(sys.modules[_FSDP].FullyShardedDataParallel, "__init__", _shard)
 
 
 def _frozen(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:

@@ -36,7 +36,7 @@ from fp8kit.conversion.report import tied_to
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.integrations.quantizer_of_layers import misfit
-from fp8kit.integrations.transformers_experts import Taken, chosen_experts, take_experts
+from fp8kit.integrations.transformers_experts import DirectExperts, chosen_experts, take_experts
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig as Fp8KitConfig
 from fp8kit.integrations.transformers_quantizer import Fp8KitQuantizer as Fp8KitQuantizer
 from fp8kit.integrations.transformers_quantizer import decide, layers_in_model, not_quantized, plain
@@ -45,7 +45,7 @@ from fp8kit.integrations.transformers_saving import export as export
 from fp8kit.integrations.transformers_trial import accepted as accepted
 from fp8kit.integrations.transformers_trial import accepted_of as accepted_of
 from fp8kit.integrations.transformers_trial import renamed
-from fp8kit.modules.mx_forms import settle
+from fp8kit.modules.mx_forms import set_forms
 
 # fields of a config that count modules which a model builds one by one
 _COUNT = re.compile(r"(layer|expert|block|stage|depth)s?$|^n_layer")
@@ -67,14 +67,14 @@ def load(
     Other FP8 layers that the model merges, or whose weight its code reads, are decoded to high
     precision. ``config`` is only for a checkpoint in high precision, which is quantized. ``strict``
     raises if the checkpoint has tensors that the model does not use. ``form`` is as in
-    ``mx_forms.settle``. Returns the model in eval mode, and a ``Filled`` about the load. Raises
+    ``mx_forms.set_forms``. Returns the model in eval mode, and a ``Filled`` about the load. Raises
     ``CheckpointError`` if Transformers has no such model, or tensors are missing, and
     ``UnsupportedError`` if this version of Transformers is too old.
     """
     check_version()
     checkpoint = checkpoint.for_engines()
     built = skeleton(checkpoint)
-    taken = _taken(checkpoint, built, config)
+    taken = _direct(checkpoint, built, config)
     _check_shapes(checkpoint, built, taken.tensors)
     kept, merged, read = _layers(checkpoint, built)
     surplus = _surplus(checkpoint, taken)
@@ -110,7 +110,7 @@ def load(
     if high is torch.float16 and checkpoint.dtype is not high:
         _refuse_infinities(model)
     experts = {name: model.get_submodule(name) for name in taken.experts}
-    told = model.hf_quantizer.told + settle(experts, form)
+    told = model.hf_quantizer.told + set_forms(experts, form)
     if device is not None:
         model.to(device)
     keep_cache_scales(model, checkpoint, places)
@@ -244,7 +244,7 @@ def _tied(checkpoint: Checkpoint, model: Any, kept: Mapping[str, str]) -> dict[s
     }
 
 
-def _surplus(checkpoint: Checkpoint, taken: Taken) -> set[str]:
+def _surplus(checkpoint: Checkpoint, taken: DirectExperts) -> set[str]:
     """Return tensors of experts beyond the model's, which its loader would stack nevertheless."""
 
     def place(name: str) -> tuple[str, str]:
@@ -293,7 +293,7 @@ def _model_class(checkpoint: Checkpoint) -> Any:
     return found
 
 
-def _taken(checkpoint: Checkpoint, model: Any, config: Fp8KitConfig | None) -> Taken:
+def _direct(checkpoint: Checkpoint, model: Any, config: Fp8KitConfig | None) -> DirectExperts:
     if config is None:
         return take_experts(checkpoint, model, None)
     scheme = scheme_of_plain(config.scheme).stored
@@ -302,7 +302,7 @@ def _taken(checkpoint: Checkpoint, model: Any, config: Fp8KitConfig | None) -> T
 
 
 def _config(
-    checkpoint: Checkpoint, layers: Sequence[str], taken: Taken, form: Scheme | None
+    checkpoint: Checkpoint, layers: Sequence[str], taken: DirectExperts, form: Scheme | None
 ) -> Any:
     """Read the model's config; its quantization becomes one of the method ``fp8kit``."""
     config = _model_config(checkpoint)

@@ -41,7 +41,7 @@ _EXPERT = re.compile(r".*\.(?P<expert>\d+)\.\w+\.weight")
 
 
 @dataclass(slots=True)
-class Taken:
+class DirectExperts:
     """The experts that do not go through the loader of Transformers.
 
     ``experts`` has the FP8 form of each module of experts, ``layers`` the FP8 layers that go into
@@ -80,11 +80,11 @@ class Taken:
                 module._parameters[key] = frozen(tensor)
         shapes = {n: tuple(t.shape) for n, t in model.state_dict(keep_vars=True).items()}
         self._check(model, checkpoint, shapes)
-        arrivals = Placement(model, shapes, self.layers, device=device, high=high, owned=True)
+        placement = Placement(model, shapes, self.layers, device=device, high=high, owned=True)
         order = sorted(self.tensors, key=lambda n: (checkpoint.tensors[n].shard, natural(n)))
         for name in order:
-            arrivals.put(self.names.get(name, name), checkpoint.read(name))
-        arrivals.finish()
+            placement.put(self.names.get(name, name), checkpoint.read(name))
+        placement.finish()
         if self.experts:
             _keep_rules(model, self.rules)
 
@@ -115,7 +115,9 @@ class Taken:
 _HIDDEN: dict[Any, dict[str, torch.Tensor]] = {}
 
 
-def take_experts(checkpoint: Checkpoint, model: Any, chosen: Mapping[str, Experts] | None) -> Taken:
+def take_experts(
+    checkpoint: Checkpoint, model: Any, chosen: Mapping[str, Experts] | None
+) -> DirectExperts:
     """Find the experts that can be read straight into FP8 stacks.
 
     The model is dense, on meta. ``chosen`` are those to quantize; ``None`` for an FP8 checkpoint.
@@ -136,9 +138,9 @@ def take_experts(checkpoint: Checkpoint, model: Any, chosen: Mapping[str, Expert
         ours = replace(checkpoint, tensors=tensors, layers=layers)
         found = experts_in_checkpoint(model, ours, shapes)
         held = {n: x for n, x in layers.items() if _holder(n, shapes) in found}
-        return Taken(found, held, rules=rules)
+        return DirectExperts(found, held, rules=rules)
     names = names_in_model(model, checkpoint.tensors, rules)
-    taken = Taken(rules=rules)
+    taken = DirectExperts(rules=rules)
     for name, layer in names.items():
         holder = _holder(layer, shapes)
         if holder in chosen:

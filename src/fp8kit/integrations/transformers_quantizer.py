@@ -44,9 +44,9 @@ from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.hooks import become
-from fp8kit.modules.libraries import run_through
+from fp8kit.modules.libraries import wrap_once
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.modules.mx_forms import named_form, settle
+from fp8kit.modules.mx_forms import named_form, set_forms
 from fp8kit.modules.parameters import frozen, held_bytes
 
 if saving.METHOD not in ALL_EXPERTS_FUNCTIONS:
@@ -248,7 +248,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         for layer in layers.values():
             layer.requires_grad_(False)
         form = self.quantization_config.mx_form
-        self.told = settle({**layers, **experts}, Scheme.of(form) if form else self.form)
+        self.told = set_forms({**layers, **experts}, Scheme.of(form) if form else self.form)
         groups = self.report.groups if self.report else siblings.find_groups(model, list(layers))
         siblings.share_inputs(model, groups)
         fusion.fuse_producers(model)
@@ -293,8 +293,8 @@ def patch() -> None:
     PreTrainedModel.hf_quantizer = QuantizerOfLayers(
         lambda layer: Fp8KitQuantizer(Fp8KitConfig(plain(layer.scheme), layers={}))
     )
-    run_through(PreTrainedModel, "_get_resized_lm_head", _resized_as_numbers)
-    run_through(PreTrainedModel, "save_pretrained", saving.save_what_is_given)
+    wrap_once(PreTrainedModel, "_get_resized_lm_head", _resized_as_numbers)
+    wrap_once(PreTrainedModel, "save_pretrained", saving.save_what_is_given)
 
 
 def _resized_as_numbers(

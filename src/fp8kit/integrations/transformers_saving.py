@@ -270,13 +270,13 @@ def _as_saved(model: Any, absent: Collection[str]) -> tuple[dict[str, Any], Json
             "Save it with fp8kit.save(model, directory).",
         )
     exported = export(model)
-    refuse_unloadable(exported.whole, "transformers")
+    refuse_unloadable(exported.whole_stacks, "transformers")
     announced = announce(model, exported, "transformers")
     if announced.main.weight != MX:  # vLLM's dialect of MX is decoded to bf16 by Transformers
         with suppress(CheckpointError):  # a model that engines cannot load may still be saved
             both = announce(model, exported, "vllm")
             announced = announce(model, exported, "transformers", both.dialect)
-    taken_apart = expert_names.own_names(model, exported.whole)
+    taken_apart = expert_names.own_names(model, exported.whole_stacks)
     state = as_stored(model, model.state_dict())
     held = {n: t for n, t in state.items() if n not in taken_apart}
     held |= expert_names.tensors_of(exported.experts) | held_cache_scales(model)

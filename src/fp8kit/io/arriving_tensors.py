@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.checkpoint.loading import into_module
-from fp8kit.checkpoint.loading.expected import Layers, other_beginning
+from fp8kit.checkpoint.loading.expected import NewLayers, other_beginning
 from fp8kit.checkpoint.loading.placement import Placement
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, check_switch
@@ -20,7 +20,7 @@ from fp8kit.formats import FLOATS, Scheme
 from fp8kit.io.arguments import as_device
 from fp8kit.modules.libraries import bare
 
-_Load = tuple[Layers, Placement]
+_Load = tuple[NewLayers, Placement]
 # loads that wait for another partial call; an entry is freed with its model
 _UNFINISHED: WeakKeyDictionary[nn.Module, _Load] = WeakKeyDictionary()
 
@@ -81,11 +81,11 @@ def load_weights(
         load = _UNFINISHED.pop(model, None)
         if load is None:
             load = _begun(model, scheme, include, exclude, strict, where)
-        layers, arrivals = load
+        layers, placement = load
         for pair in weights.items() if isinstance(weights, Mapping) else weights:
             name, tensor = _checked(pair)
-            arrivals.put(name, tensor)
-            if strict and arrivals.unused:
+            placement.put(name, tensor)
+            if strict and placement.unused:
                 raise CheckpointError(
                     f"{name} is not in the model.",
                     "With strict=True every tensor has a place.",
@@ -93,20 +93,20 @@ def load_weights(
                 )
         if partial:
             _UNFINISHED[model] = load
-            return set(arrivals.placed)
-        if arrivals.unused and arrivals.shapes and not arrivals.placed:
-            if remedy := other_beginning(list(arrivals.shapes), set(arrivals.unused)):
+            return set(placement.placed)
+        if placement.unused and placement.shapes and not placement.placed:
+            if remedy := other_beginning(list(placement.shapes), set(placement.unused)):
                 raise CheckpointError(
-                    f"None of what came is in the model: {some_of(arrivals.unused)}.",
-                    f"Its names are {some_of([*arrivals.shapes])}.",
+                    f"None of what came is in the model: {some_of(placement.unused)}.",
+                    f"Its names are {some_of([*placement.shapes])}.",
                     remedy,
                 )
-        into_module.end(model, layers, arrivals)
+        into_module.end(model, layers, placement)
         if where is not None:
             model.to(where)
-        for note in into_module.Filled(arrivals.unused, arrivals.decoded).notes("The load"):
+        for note in into_module.Filled(placement.unused, placement.decoded).notes("The load"):
             warnings.warn(note, stacklevel=2)
-        return arrivals.placed
+        return placement.placed
 
 
 def _check_arguments(model: object, weights: object) -> None:
@@ -145,7 +145,7 @@ def _begun(
 ) -> _Load:
     floats = Counter(p.dtype for p in model.parameters() if p.dtype in FLOATS)
     high = floats.most_common(1)[0][0] if floats else torch.bfloat16
-    layers = Layers()
+    layers = NewLayers()
     if scheme is not None:
         options = into_module.PlanOptions(scheme, include, exclude, strict)
         layers = into_module.layers_by_plan(model, options, high)

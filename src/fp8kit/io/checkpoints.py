@@ -175,8 +175,8 @@ def verify_checkpoint(
 def high_precision(source: str | Path) -> Checkpoint:
     """Open a checkpoint to quantize; raises ``CheckpointError`` if damaged, or FP8 already."""
     checkpoint = open_checkpoint(source)
-    if checkpoint.announced_alone:
-        raise CheckpointError(checkpoint.announced_alone)
+    if checkpoint.announced_but_dense:
+        raise CheckpointError(checkpoint.announced_but_dense)
     if checkpoint.spec is not None:
         raise CheckpointError(
             f"{checkpoint.path} is {checkpoint.spec.scheme} already.",

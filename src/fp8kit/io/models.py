@@ -87,9 +87,9 @@ def save(
         if is_hf:
             known = Path(str(getattr(model, "name_or_path", "") or ""))
             source = source or (known if known.name and known.is_dir() else None)
-        refuse_unloadable(exported.whole if is_hf else [], target)
+        refuse_unloadable(exported.whole_stacks if is_hf else [], target)
         announced = announce(model, exported, target)
-        warn_of_stacks(exported.whole)
+        warn_of_stacks(exported.whole_stacks)
         tensors = dict(announced.on_disk(n, t) for n, t in exported.tensors.items())
         exporting.refuse_reserved(model, tensors)
         quantization = announced.config(exported.dense)
@@ -282,7 +282,7 @@ def _finish(checkpoint: Checkpoint, model: nn.Module) -> None:
 
 
 def _notes(checkpoint: Checkpoint, filled: into_module.Filled) -> list[str]:
-    notes = [note for note in (checkpoint.announced_alone,) if note]
+    notes = [note for note in (checkpoint.announced_but_dense,) if note]
     if checkpoint.spec is None:
         return [*notes, *filled.notes(str(checkpoint.path))]
     errors = conversion_notes(checkpoint.errors, checkpoint.spec.scheme)
@@ -316,8 +316,8 @@ def _check_request(
             "The model holds stacks of them, whose gates alternate with ups, and their biases.",
             "Start from its original checkpoint, in MXFP4 or high precision.",
         )
-    if wanted is not None and checkpoint.announced_alone:
-        raise CheckpointError(checkpoint.announced_alone)
+    if wanted is not None and checkpoint.announced_but_dense:
+        raise CheckpointError(checkpoint.announced_but_dense)
     held = checkpoint.spec.scheme if checkpoint.spec else None
     fits = wanted is None or held is None or wanted.stored == held
     every, mx = {layer.scheme for layer in checkpoint.layers.values()}, SCHEMES["MXFP8"]

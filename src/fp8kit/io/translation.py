@@ -127,8 +127,8 @@ def convert_checkpoint(
 
 
 def _scheme(checkpoint: Checkpoint) -> Scheme:
-    if checkpoint.announced_alone:
-        raise CheckpointError(checkpoint.announced_alone)
+    if checkpoint.announced_but_dense:
+        raise CheckpointError(checkpoint.announced_but_dense)
     if checkpoint.spec is None:
         raise CheckpointError(
             f"{checkpoint.path} is in high precision.",

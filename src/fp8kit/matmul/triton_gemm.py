@@ -82,7 +82,7 @@ def decoded(problem: MatmulProblem) -> bool:
     return unscaled or fnuz or not _native(problem)
 
 
-def deepest(problem: MatmulProblem) -> int:
+def most_step_columns(problem: MatmulProblem) -> int:
     """Return the most columns that a step may have.
 
     A step has one scale. Where sums are precise, an FP8 tensor core also adds up no more than one
@@ -104,7 +104,7 @@ def choose_tile(problem: MatmulProblem, device: Device) -> TritonTile:
     m, n, invariant = max(problem.m, 1), problem.n, problem.batch_invariant
     grouped = _in_groups(problem.x_group) or _in_groups(problem.w_group)
     # loads that are no 16-byte copies wait in registers, so a step must have few columns
-    depth = min(_RAGGED_DEPTH if problem.k % 16 else _DEPTH, deepest(problem))
+    depth = min(_RAGGED_DEPTH if problem.k % 16 else _DEPTH, most_step_columns(problem))
     if decoded(problem):
         # two warps multiply with mma, whose operands may be permuted along K: wgmma would want the
         # decoded weight in the order of memory, read from shared memory two bytes at a time
@@ -210,7 +210,7 @@ def product_arguments(
 @functools.lru_cache(maxsize=4096)
 def product_constants(problem: MatmulProblem, tile: TritonTile) -> dict[str, object]:
     """Return the constants of ``product_kernel``; calls share this dict, so do not change it."""
-    assert tile.depth <= deepest(problem)
+    assert tile.depth <= most_step_columns(problem)
     dtype: object = None
     if INTERPRETED.value:
         dtype = tl.float32

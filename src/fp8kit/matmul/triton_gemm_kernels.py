@@ -126,7 +126,7 @@ def power_of_two(exponent, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def operand(
+def load_operand(
     tile_ptr,  # [ROWS, BLOCK_K]
     scale_ptr,  # [ROWS], E8M0 scales of the first group
     stride_sk,
@@ -170,7 +170,7 @@ def operand(
 @triton.jit
 def add_product(
     total,  # [BLOCK_N, BLOCK_M]
-    w,  # [BLOCK_N, BLOCK_K], a result of ``operand``
+    w,  # [BLOCK_N, BLOCK_K], a result of ``load_operand``
     x,  # [BLOCK_M, BLOCK_K]
     w_scale_row,
     x_scale_row,
@@ -224,8 +224,8 @@ def chunk_sum(
     w_tile += start * w_step
     x_tile += start * x_step
     for step in tl.range(start, stop):
-        w = operand(w_tile, w_scale_row, stride_wsk, step, K, "w", FORM)
-        x = operand(x_tile, x_scale_row, stride_xsk, step, K, "x", FORM)
+        w = load_operand(w_tile, w_scale_row, stride_wsk, step, K, "w", FORM)
+        x = load_operand(x_tile, x_scale_row, stride_xsk, step, K, "x", FORM)
         total = add_product(
             total, w, x, w_scale_row, x_scale_row, stride_wsk, stride_xsk, step * BLOCK_K, FORM
         )
@@ -235,7 +235,7 @@ def chunk_sum(
 
 
 @triton.jit
-def finished(
+def scale_and_add_bias(
     total,  # [BLOCK_M, BLOCK_N]
     inside_m,
     inside_n,
@@ -282,7 +282,7 @@ def _write(
         w_scale = w_scale_ptr + n // FORM.w_rows * stride_wsn
     if x_scale_ptr is not None and FORM.x_kind == FACTOR:
         x_scale = x_scale_ptr + m // FORM.x_rows * stride_xsm
-    total = finished(total, m < M, n < N, n, w_scale, x_scale, bias_ptr)
+    total = scale_and_add_bias(total, m < M, n < N, n, w_scale, x_scale, bias_ptr)
     inside = (m < M)[:, None] & (n < N)[None, :]
     tl.store(y_ptr + m[:, None] * N + n[None, :], total.to(y_ptr.dtype.element_ty), mask=inside)
 

@@ -15,7 +15,7 @@ from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme
 from fp8kit.matmul.problem import MatmulProblem, linear_problem, m_bucket
 from fp8kit.modules.entries import check_form, quantize_weight, stored_entries, stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
-from fp8kit.modules.guarded_weight import guarded, plain, unmoved
+from fp8kit.modules.guarded_weight import computed_codes, guarded, unguarded
 from fp8kit.modules.libraries import patch_libraries
 from fp8kit.modules.parameters import apply_without_casts, as_bytes, cast_dtype, deepcopied, frozen
 from fp8kit.moe.activation import Activation
@@ -102,7 +102,7 @@ class ExpertTensors(nn.Module):
         """Return the codes of a stack, ``[E, N, K]``."""
         # not get_parameter, which refuses the plain tensors that functional_call puts here
         held = self._parameters.get(name)
-        return unmoved(self, name, type(self).__name__) if held is None else held
+        return computed_codes(self, name, type(self).__name__) if held is None else held
 
     def beside(self, name: str, kind: str) -> Tensor | None:
         """Return ``bias``, ``scale``, ``exponents`` or ``input_scale`` of a stack, if any."""
@@ -195,7 +195,7 @@ class ExpertTensors(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Hold a plain Parameter, also when a guarded view of one is assigned."""
-        super().register_parameter(name, plain(param))
+        super().register_parameter(name, unguarded(param))
 
     def extra_repr(self) -> str:
         """Describe the experts in ``print(model)``."""

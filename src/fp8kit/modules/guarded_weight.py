@@ -121,11 +121,11 @@ class GuardedCodes(Tensor):
         elif name == "data" and value.dtype != codes.dtype:
             raise _refused("data =", [self])
         else:
-            setattr(codes, name, plain(value))
+            setattr(codes, name, unguarded(value))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Copy what is guarded, with its guard."""
-        copied, owner = copy.deepcopy(plain(self), memo), self.__dict__["_owner"]
+        copied, owner = copy.deepcopy(unguarded(self), memo), self.__dict__["_owner"]
         return guarded(copied, owner) if self._is_param else _guarded(copied, {}, owner)
 
     def __hash__(self) -> int:
@@ -156,7 +156,7 @@ class GuardedCodes(Tensor):
             raise _refused(name, codes)
         with torch._C.DisableTorchFunctionSubclass():
             try:
-                result = func(*plain(args), **plain(kwargs))
+                result = func(*unguarded(args), **unguarded(kwargs))
             except (RuntimeError, TypeError) as error:
                 if (taught and not lone) or name in _MOVES | _IN_PLACE | _COPIES | _TESTS:
                     raise
@@ -168,7 +168,7 @@ class GuardedCodes(Tensor):
                 return result
             if not _reads_nothing(name, made, given):
                 raise _refused(name, codes)
-            seen = {id(plain(t)): t for t in given}
+            seen = {id(unguarded(t)): t for t in given}
             return _guarded(result, seen, _owner(codes))
 
 
@@ -196,27 +196,27 @@ def guarded(
     return made
 
 
-def plain(value: Any) -> Any:
+def unguarded(value: Any) -> Any:
     """Replace guarded views by their plain tensors, also in lists, tuples and dicts."""
     if isinstance(value, GuardedCodes):
         own = value.__dict__
         return own["_codes"] if "_codes" in own else own["_part"]
     if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items()}
-    return type(value)(plain(v) for v in value) if type(value) in (list, tuple) else value
+        return {k: unguarded(v) for k, v in value.items()}
+    return type(value)(unguarded(v) for v in value) if type(value) in (list, tuple) else value
 
 
-def unmoved(module: nn.Module, name: str, owner: str) -> Tensor:
+def computed_codes(module: nn.Module, name: str, owner: str) -> Tensor:
     """Return codes that a module computes (by a parametrization) instead of holding a Parameter.
 
     Raises ``UnsupportedError`` if a parametrization moves codes, because the scales do not move
     with them. One with a ``right_inverse`` is accepted: it brings codes back to their places.
     """
-    codes: Tensor = plain(getattr(module, name))
+    codes: Tensor = unguarded(getattr(module, name))
     if parametrize.is_parametrized(module, name):
         steps: Any = module.parametrizations[name]  # type: ignore[index]
         if not all(hasattr(step, "right_inverse") for step in steps):
-            held = plain(getattr(steps, "original", None))
+            held = unguarded(getattr(steps, "original", None))
             if held is None or _place(codes) != _place(held):
                 raise UnsupportedError(
                     f"A parametrization gives other codes for {name} of {owner} than it holds.",
@@ -228,7 +228,7 @@ def unmoved(module: nn.Module, name: str, owner: str) -> Tensor:
     return codes
 
 
-def taken(parameter: Tensor | None, layer: Callable[[], str]) -> Any:
+def unguarded_for(parameter: Tensor | None, layer: Callable[[], str]) -> Any:
     """Return a Parameter without its guard, as the layer that ``layer()`` names may hold it.
 
     Warns if it has the codes of another layer, which mean nothing under this layer's scales.
@@ -240,7 +240,7 @@ def taken(parameter: Tensor | None, layer: Callable[[], str]) -> Any:
             "weight_scale too; or share the whole layer, as in `model.a = model.b`.",
             stacklevel=5,
         )
-    return plain(parameter)
+    return unguarded(parameter)
 
 
 def _place(tensor: Tensor) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ def on_demand(module: str, name: str) -> Callable[..., Any]:
     return lambda *args, **kwargs: getattr(importlib.import_module(module), name)(*args, **kwargs)
 
 
-def run_through(owner: Any, name: str, ours: Callable[..., Any]) -> None:
+def wrap_once(owner: Any, name: str, ours: Callable[..., Any]) -> None:
     """Wrap a function of a class or module once: ``ours`` gets the original, then its arguments."""
     own = getattr(owner, name)
     if not hasattr(own, "_fp8kit"):

@@ -14,7 +14,7 @@ from fp8kit.formats import FP8_FORMATS, GroupShape, QTensor, Scheme, check_scale
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import dense, layer_options, refusals
 from fp8kit.modules.entries import quantize_weight, quantized_entries, stored_tensors
-from fp8kit.modules.guarded_weight import guarded, taken, unmoved
+from fp8kit.modules.guarded_weight import computed_codes, guarded, unguarded_for
 from fp8kit.modules.kept_weight import counted, follow_original, made_of_original
 from fp8kit.modules.libraries import patch_libraries
 from fp8kit.modules.other_inputs import OTHERS, of_others
@@ -308,7 +308,7 @@ class Fp8Linear(nn.Linear):
     def codes(self) -> Tensor:
         """The Parameter of codes ``[N, K]``, without the guard that ``weight`` puts around it."""
         weight = self._parameters.get("weight")
-        return unmoved(self, "weight", self._described()) if weight is None else weight
+        return computed_codes(self, "weight", self._described()) if weight is None else weight
 
     def keep(self, original_weight: Tensor) -> None:
         """Keep the dense weight that the codes were made from, and requantize when it changes."""
@@ -350,7 +350,7 @@ class Fp8Linear(nn.Linear):
         if param is not None:
             invalidate(param)  # fully_shard gathers weights without raising version counters
             self.sharded = self.sharded or is_traceable_wrapper_subclass(param)
-        super().register_parameter(name, taken(param, self._described))
+        super().register_parameter(name, unguarded_for(param, self._described))
 
     def __prepare_scriptable__(self) -> None:
         """Refuse ``torch.jit.script`` with an error that says what to use instead."""

@@ -41,7 +41,7 @@ def named_form(scheme: Scheme, of_fp8: bool = False) -> Scheme | None:
     return next(alike, None) if of_fp8 and scheme in SCHEMES.values() else None
 
 
-def settle(
+def set_forms(
     layers: Mapping[str, Fp8Linear | ExpertTensors], form: Scheme | None = None
 ) -> list[str]:
     """Bring MXFP8 layers into the form in which they compute, in place, and set ``form_note``.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fp8kit.errors import UnsupportedError
 from fp8kit.modules.fused_producers import may_fuse
-from fp8kit.modules.libraries import run_through
+from fp8kit.modules.libraries import wrap_once
 from fp8kit.runtime.replay_cache import ReplayCache
 
 _REPLICATE = "_replicate_for_data_parallel"
@@ -74,7 +74,7 @@ class ModuleForward:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        run_through(nn.Module, "__setstate__", _set_state)
+        wrap_once(nn.Module, "__setstate__", _set_state)
         self._ref = weakref.ref(module)
         self.code: object = type(module).forward
 
@@ -117,7 +117,7 @@ class ModuleForward:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Undo ``__getstate__``, also of older versions; known code is what the class has now."""
-        run_through(nn.Module, "__setstate__", _set_state)
+        wrap_once(nn.Module, "__setstate__", _set_state)
         module = state.pop("module" if "module" in state else "layer")
         vars(self).update(state)
         self._ref = weakref.ref(module)

@@ -326,7 +326,8 @@ class SharedInput:
         for m in others:
             if m.options() != same or m.scale_ub != bound:
                 return None
-        return self.replays.replay(operator, inputs, (*before, *_held(members), *after), options)
+        guarded = (*before, *_all_operands(members), *after)
+        return self.replays.replay(operator, inputs, guarded, options)
 
     def _multiply(
         self,
@@ -351,7 +352,7 @@ class SharedInput:
         if operator is operators.LINEAR:
             constants += [None, self.members[0].operands()[4]]
         constants += after
-        guarded = (*before, *_held(self.members), *after)
+        guarded = (*before, *_all_operands(self.members), *after)
         return self.replays.run(operator, inputs, constants, options, guarded)
 
     def _joined(self, name: str) -> Tensor:
@@ -380,7 +381,7 @@ class SharedInput:
         return [m.codes if name == "weight" else getattr(m, name) for m in self.members]
 
 
-def _held(members: Sequence[Fp8Linear]) -> list[Tensor | None]:
+def _all_operands(members: Sequence[Fp8Linear]) -> list[Tensor | None]:
     """Return the operands of layers, on which a recording of their joined product depends."""
     held: list[Tensor | None] = []
     for m in members:

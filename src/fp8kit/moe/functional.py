@@ -10,7 +10,7 @@ from fp8kit.formats import QTensor, Scheme
 from fp8kit.moe import arguments, operators
 from fp8kit.moe.activation import Activation
 from fp8kit.ops.operators import autocast
-from fp8kit.ops.validation import activation_format, check_float, check_run
+from fp8kit.ops.validation import activation_format, check_float, check_run_options
 from fp8kit.runtime.replay_cache import cache_on
 
 _SWIGLU = Activation()
@@ -75,7 +75,7 @@ def experts(
     check_float("x", x)
     arguments.check_kinds(w13, w2, activation)
     check_switch("router_weight_on_input", router_weight_on_input)
-    check_run(batch_invariant, backend)
+    check_run_options(batch_invariant, backend)
     x_group, rounding = activation_format(w13.group, scheme, input_scale13)
     # before the lookup: recordings are keyed by the dtypes after these casts
     x = autocast(x)
@@ -143,7 +143,7 @@ def grouped_scaled_mm(
         >>> y = fp8kit.grouped_scaled_mm(fp8kit.quantize(x), w_q, offsets)
     """
     arguments.check_grouped(x_q, w_q, offsets, bias, out_dtype)
-    check_run(batch_invariant, backend)
+    check_run_options(batch_invariant, backend)
     return torch.ops.fp8kit.grouped_scaled_mm(
         x_q.data, x_q.scale, w_q.data, arguments.stacked_scale(w_q), offsets, bias,
         (x_q.group.rows, x_q.group.cols), (w_q.group.rows, w_q.group.cols),

@@ -19,9 +19,9 @@ from fp8kit.matmul.triton_gemm_kernels import (
     NONE,
     add_product,
     chunk_sum,
-    finished,
-    operand,
+    load_operand,
     place_of_tile,
+    scale_and_add_bias,
 )
 from fp8kit.quantizers.triton_encode import amax_of, encode_quotient, float_scale, magnitude, widen
 
@@ -99,7 +99,7 @@ def grouped_kernel(
         w_scale, x_scale, K, stride_wk, stride_xk, stride_wsk, stride_xsk, 0, tl.cdiv(K, BLOCK_K),
         FORM,
     )  # fmt: skip
-    total = finished(
+    total = scale_and_add_bias(
         tl.trans(total), m < end, n < N, n, w_scale if FORM.w_kind == FACTOR else None,
         x_scale if FORM.x_kind == FACTOR else None, None if bias_ptr is None else bias_ptr + e * N,
     )  # fmt: skip
@@ -163,12 +163,12 @@ def activated_kernel(
     inside_m, inside_n = m < end, n < INNER
     x_factor = x_scale if FORM.x_kind == FACTOR else None
     biases = None if bias_ptr is None else bias_ptr + e * (2 * INNER if GATED else INNER)
-    y = finished(
+    y = scale_and_add_bias(
         tl.trans(gate), inside_m, inside_n, gate_row, gate_scale if FORM.w_kind == FACTOR else None,
         x_factor, biases,
     )  # fmt: skip
     if GATED:
-        factor = finished(
+        factor = scale_and_add_bias(
             tl.trans(up), inside_m, inside_n, up_row, up_scale if FORM.w_kind == FACTOR else None,
             x_factor, biases,
         )  # fmt: skip
@@ -230,13 +230,13 @@ def _both_sums(
     up = gate
     w_step, x_step = tl.cast(stride_wk, tl.int64) * BLOCK_K, tl.cast(stride_xk, tl.int64) * BLOCK_K
     for step in tl.range(0, tl.cdiv(K, BLOCK_K)):
-        x = operand(x_tile, x_scale, stride_xsk, step, K, "x", FORM)
-        w = operand(gate_tile, gate_scale, stride_wsk, step, K, "w", FORM)
+        x = load_operand(x_tile, x_scale, stride_xsk, step, K, "x", FORM)
+        w = load_operand(gate_tile, gate_scale, stride_wsk, step, K, "w", FORM)
         gate = add_product(
             gate, w, x, gate_scale, x_scale, stride_wsk, stride_xsk, step * BLOCK_K, FORM
         )
         if GATED:
-            w = operand(up_tile, up_scale, stride_wsk, step, K, "w", FORM)
+            w = load_operand(up_tile, up_scale, stride_wsk, step, K, "w", FORM)
             up = add_product(
                 up, w, x, up_scale, x_scale, stride_wsk, stride_xsk, step * BLOCK_K, FORM
             )

@@ -319,7 +319,7 @@ def check_codes(name: str, dtype: torch.dtype, scheme: Scheme) -> None:
         )
 
 
-def check_run(batch_invariant: bool, backend: object = None) -> None:
+def check_run_options(batch_invariant: bool, backend: object = None) -> None:
     """Refuse invalid options of how a product is computed."""
     check_switch("batch_invariant", batch_invariant)
     if backend is not None and not isinstance(backend, str):

@@ -45,7 +45,7 @@ SHIPPED_ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class TuneRequest:
     """Layers to measure.
 
     Shapes are ``(N, K)`` of the weights; each row count stands for its power of two.
@@ -86,34 +86,34 @@ class Outcome:
         return "\n".join(lines)
 
 
-def wishes_of(
+def requests_of(
     alone: Iterable[Shape], joined: Iterable[Shape], rows: Sequence[int], scheme: Scheme, accum: str
-) -> Iterator[Wish]:
+) -> Iterator[TuneRequest]:
     """Yield what to measure for layers, some of which run as one matrix for few rows.
 
     ``alone`` are the shapes of the layers, ``joined`` those of the matrices of joined siblings.
     """
-    yield Wish([*dict.fromkeys(alone)], rows, [scheme], accum)
+    yield TuneRequest([*dict.fromkeys(alone)], rows, [scheme], accum)
     few = [m for m in rows if m <= MOST_JOINED_ROWS]
     if few and (matrices := [*dict.fromkeys(joined)]):
-        yield Wish(matrices, few, [scheme], accum)
+        yield TuneRequest(matrices, few, [scheme], accum)
 
 
-def shipped_wishes() -> list[Wish]:
+def shipped_requests() -> list[TuneRequest]:
     """Return what the shipped tables contain: the shapes of known models, for every scheme."""
     every = [*dict.fromkeys(s for shapes in MODEL_SHAPES.values() for s in shapes)]
     llama = MODEL_SHAPES["Llama 8B"] + MODEL_SHAPES["Llama 70B"]
     main = [Scheme.of("FP8_DYNAMIC"), Scheme.of("FP8_BLOCK")]
     rest = [Scheme.of("FP8_TENSOR"), Scheme.of("FP8"), Scheme.of("FP8_WEIGHT_ONLY")]
     return [
-        Wish(every, SHIPPED_ROWS, main),
-        Wish(llama, SHIPPED_ROWS, rest),
-        Wish(every, [m for m in SHIPPED_ROWS if m > 256], main[:1], "fast"),
+        TuneRequest(every, SHIPPED_ROWS, main),
+        TuneRequest(llama, SHIPPED_ROWS, rest),
+        TuneRequest(every, [m for m in SHIPPED_ROWS if m > 256], main[:1], "fast"),
     ]
 
 
 def tune(
-    wishes: Iterable[Wish],
+    requests: Iterable[TuneRequest],
     device: torch.device,
     *,
     seconds: float | None = None,
@@ -121,7 +121,7 @@ def tune(
     progress: Callable[[str], None] | None = None,
     store: Callable[[Table], None] | None = None,
 ) -> Outcome:
-    """Check and time every candidate for the layers in ``wishes``.
+    """Check and time every candidate for the layers in ``requests``.
 
     No further shape starts after ``seconds``. ``progress`` is called with each shape; ``store``,
     such as ``keep``, with the table after each, so that a later failure loses no times. Raises
@@ -130,20 +130,20 @@ def tune(
     """
     start = time.monotonic()
     outcome = Outcome(limits(device, timer))
-    for wish in wishes:
-        if min((*wish.rows, *(side for s in wish.shapes for side in s)), default=1) < 1:
+    for request in requests:
+        if min((*request.rows, *(side for s in request.shapes for side in s)), default=1) < 1:
             raise InvalidValue(
-                f"Got shapes {list(wish.shapes)} and rows {list(wish.rows)}.",
+                f"Got shapes {list(request.shapes)} and rows {list(request.rows)}.",
                 "Only layers with work can be timed.",
                 "Pass positive numbers.",
             )
-        for shape in wish.shapes:
+        for shape in request.shapes:
             if seconds is not None and time.monotonic() - start > seconds:
                 outcome.left += 1
                 continue
             if progress is not None:
-                progress(f"{shape[0]}x{shape[1]} {wish.accum}")
-            _measure(outcome, wish, shape, device, timer)
+                progress(f"{shape[0]}x{shape[1]} {request.accum}")
+            _measure(outcome, request, shape, device, timer)
             if store is not None:
                 store(outcome.table)
     return outcome
@@ -167,15 +167,15 @@ def keep(table: Table) -> None:
 
 
 def _measure(
-    outcome: Outcome, wish: Wish, shape: Shape, device: torch.device, timer: Timer
+    outcome: Outcome, request: TuneRequest, shape: Shape, device: torch.device, timer: Timer
 ) -> None:
     dense = dense_weights(shape, device)
     quantized: dict[str, Sequence[QTensor]] = {}
-    for m in sorted({m_bucket(m) for m in wish.rows}):
+    for m in sorted({m_bucket(m) for m in request.rows}):
         cases: dict[str, Case] = {}
         layers: dict[str, tuple[Operands, dict[str, Case], list[str]]] = {}
-        for scheme in wish.schemes:
-            layer = operands(dense, m, scheme, wish.accum, quantized.get(scheme.name, ()))
+        for scheme in request.schemes:
+            layer = operands(dense, m, scheme, request.accum, quantized.get(scheme.name, ()))
             quantized[scheme.name] = layer.weights
             runs: dict[str, Case] = {}
             rejected = []
@@ -193,7 +193,7 @@ def _measure(
         x = torch.randn(m, shape[1], device=device, dtype=torch.bfloat16)
         cases[DENSE] = dense_layer(x, dense)
         # long kernels reach the power limit, where the clock falls and another may be the fastest
-        case = layers[wish.schemes[0].name][0].problem().case()
+        case = layers[request.schemes[0].name][0].problem().case()
         effort = SUSTAINED if outcome.table.roofline(case) >= _LONG_US else QUICK
         times = timer(cases, len(dense), effort, device)
         for name, (layer, runs, rejected) in layers.items():

@@ -26,7 +26,7 @@ from fp8kit.ops.validation import check_row_counts
 from fp8kit.perf import tune as tuning
 from fp8kit.perf.row_counts import layer_counts
 from fp8kit.perf.timing import Timer, time_cases
-from fp8kit.perf.tune import Wish
+from fp8kit.perf.tune import TuneRequest
 from fp8kit.perf.warmup_experts import calls_of_experts, record_experts
 from fp8kit.runtime import replay_cache
 from fp8kit.runtime.compile_ahead import collecting
@@ -120,7 +120,7 @@ def _calls(model: nn.Module, m: Sequence[int]) -> Iterator[Callable[[], None]]:
             yield functools.partial(run.call, (1, rows))
 
 
-def layer_wishes(layers: Sequence[Fp8Linear], m: Sequence[int]) -> Iterator[Wish]:
+def layer_requests(layers: Sequence[Fp8Linear], m: Sequence[int]) -> Iterator[TuneRequest]:
     """Yield what to tune for layers: their shapes, and those of siblings joined to one matrix."""
     for scheme in dict.fromkeys(layer.scheme for layer in layers):
         for accum in dict.fromkeys(layer.accum for layer in layers if layer.scheme == scheme):
@@ -131,7 +131,7 @@ def layer_wishes(layers: Sequence[Fp8Linear], m: Sequence[int]) -> Iterator[Wish
                 for mod in alike
                 if isinstance(mod.shared, SharedInput) and can_join(mod.shared.members)
             ]
-            yield from tuning.wishes_of(alone, joined, list(m), scheme, accum)
+            yield from tuning.requests_of(alone, joined, list(m), scheme, accum)
 
 
 def tune_layers(layers: Sequence[Fp8Linear], m: Sequence[int], timer: Timer = time_cases) -> None:
@@ -148,7 +148,7 @@ def tune_layers(layers: Sequence[Fp8Linear], m: Sequence[int], timer: Timer = ti
             )
         here = [layer for layer in layers if layer.weight.device == device]
         with torch.cuda.device(device):
-            outcome = tuning.tune(layer_wishes(here, m), device, timer=timer, store=tuning.keep)
+            outcome = tuning.tune(layer_requests(here, m), device, timer=timer, store=tuning.keep)
         for fault in outcome.faults:
             warnings.warn(f"Rejected while tuning: {fault}", stacklevel=3)
 

@@ -76,12 +76,12 @@ def experts_per_token(
     if module.stacks.call == "sorted" or module.stacks.activation is None:
         return (1,)  # no kernel sees more than the rows of an expert
     most = _routed(module)
-    told = (k for k in _told(module, near, model) if type(k) is int and 1 <= k <= most)
+    told = (k for k in _top_ks(module, near, model) if type(k) is int and 1 <= k <= most)
     found = next(told, None)
     return tuple(k for k in USUAL if k <= most) if found is None else (found,)
 
 
-def _told(module: ExpertTensors, near: Sequence[nn.Module], model: nn.Module) -> Iterator[object]:
+def _top_ks(module: ExpertTensors, near: Sequence[nn.Module], model: nn.Module) -> Iterator[object]:
     routing = getattr(module, "routing", None)
     if isinstance(routing, functools.partial):
         yield routing.keywords.get("top_k")

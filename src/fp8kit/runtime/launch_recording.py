@@ -47,6 +47,7 @@ _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawSt
 _address = Tensor.data_ptr
 _is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 _local = threading.local()
+_Span = tuple[int, int, int | None, int]  # first address, end, slot or None, offset there
 Result = TypeVar("Result", bound="Tensor | Sequence[Tensor]")
 
 
@@ -208,8 +209,7 @@ def _recording(
     results: Sequence[Tensor] = [y] if isinstance(y, Tensor) else y
     if watch.foreign or not launches or not have_own_addresses(inputs, constants):
         return None
-    spans: list[tuple[int, int, int | None, int]]
-    spans = [_span(x, slot, 0) for slot, x in enumerate(inputs)]
+    spans: list[_Span] = [_span(x, slot, 0) for slot, x in enumerate(inputs)]
     spans += [_span(t, None, t.data_ptr()) for t in constants if t is not None]
     slots = {y.data_ptr(): slot for slot, y in enumerate(results, len(inputs))}
     memory: dict[int, Tensor] = {}
@@ -229,7 +229,7 @@ def _recording(
     for launch in launches:
         if launch is None:
             return None
-        places = [_place(address, spans) for address in launch.addresses]
+        places = [_slot_of(address, spans) for address in launch.addresses]
         known = [p for p in places if p is not None]
         if len(known) < len(places):
             return None
@@ -271,16 +271,14 @@ def _layouts(result: Tensor, memory: Tensor) -> tuple[Any, Any]:
     return (tuple(memory.shape), memory.stride(), memory.dtype), layout
 
 
-def _span(tensor: Tensor, slot: int | None, offset: int) -> tuple[int, int, int | None, int]:
+def _span(tensor: Tensor, slot: int | None, offset: int) -> _Span:
     start = tensor.data_ptr()
     steps = zip(tensor.shape, tensor.stride(), strict=True)  # an expanded tensor spans < nbytes
     last = sum((extent - 1) * step for extent, step in steps) if tensor.numel() else -1
     return start, start + (last + 1) * tensor.itemsize, slot, offset
 
 
-def _place(
-    address: int, spans: Sequence[tuple[int, int, int | None, int]]
-) -> tuple[int | None, int] | None:
+def _slot_of(address: int, spans: Sequence[_Span]) -> tuple[int | None, int] | None:
     if address == 0:
         return None, 0
     exact = [span for span in spans if span[0] == address]

@@ -56,9 +56,9 @@ def announced(config: dict[str, Any]) -> Announcement:
 
 
 def scheme_in(config: dict[str, Any], layer: str = "x") -> Scheme:
-    numbers = announced(config).numbers(layer)
-    assert numbers.weight is not None
-    return numbers.scheme(numbers.weight, has_input_scale=False)
+    fmt = announced(config).format_of(layer)
+    assert fmt.weight is not None
+    return fmt.scheme(fmt.weight, has_input_scale=False)
 
 
 def changed(**group: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import nn
 import fp8kit
 from fp8kit.checkpoint.dialects import (
     DIALECTS,
-    Numbers,
+    Format,
     Source,
     Spec,
     detect,
@@ -49,12 +49,12 @@ def quark(weight: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[
     return {"quant_method": "quark", "global_quant_config": group}
 
 
-def read(config: dict[str, Any], scale: str = "weight_scale", **more: Any) -> tuple[str, Numbers]:
+def read(config: dict[str, Any], scale: str = "weight_scale", **more: Any) -> tuple[str, Format]:
     """Return the dialect of a quantization config, and the scheme that it gives layer ``a``."""
     kinds = KINDS | {f"a.{scale}": (F32, ())}
     source = Source({"quantization_config": config} if config else {}, kinds, **more)
     dialect = dialect_of(source)
-    return dialect.name, dialect.parse(source).numbers("a")
+    return dialect.name, dialect.parse(source).format_of("a")
 
 
 def dialect_of(source: Source) -> Any:
@@ -91,63 +91,63 @@ def test_rotations_that_are_part_of_the_weights_change_nothing(config: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("config", "name", "numbers"),
+    ("config", "name", "fmt"),
     [
-        (FP8, "autofp8", Numbers(static=False)),
-        (FP8 | {"activation_scheme": "static"}, "autofp8", Numbers(static=True)),
-        (MX_FP | {"bits": 8}, "mxfp8-weight-scale", Numbers(MX, MX)),
-        (MX_FP | {"bits": 4}, "mxfp8-weight-scale", Numbers(MX, MX)),
-        ({"quant_method": "MXFP8"}, "mxfp8-weight-scale", Numbers(MX, MX)),
-        ({"quant_method": "w8a8_fp8"}, "bare", Numbers(static=None)),
-        (quark({}), "quark", Numbers(TENSOR, weight_only=True)),
-        (quark({}, {}) | {"export": {}}, "quark", Numbers(TENSOR, weight_only=True)),
-        (quark({}, DYNAMIC), "quark", Numbers(TENSOR, TENSOR)),
-        (quark(BLOCKS, DYNAMIC), "quark", Numbers(BLOCK)),
-        (quark(GROUPS, DYNAMIC), "quark", Numbers(MX)),
+        (FP8, "autofp8", Format(static=False)),
+        (FP8 | {"activation_scheme": "static"}, "autofp8", Format(static=True)),
+        (MX_FP | {"bits": 8}, "mxfp8-weight-scale", Format(MX, MX)),
+        (MX_FP | {"bits": 4}, "mxfp8-weight-scale", Format(MX, MX)),
+        ({"quant_method": "MXFP8"}, "mxfp8-weight-scale", Format(MX, MX)),
+        ({"quant_method": "w8a8_fp8"}, "bare", Format(static=None)),
+        (quark({}), "quark", Format(TENSOR, weight_only=True)),
+        (quark({}, {}) | {"export": {}}, "quark", Format(TENSOR, weight_only=True)),
+        (quark({}, DYNAMIC), "quark", Format(TENSOR, TENSOR)),
+        (quark(BLOCKS, DYNAMIC), "quark", Format(BLOCK)),
+        (quark(GROUPS, DYNAMIC), "quark", Format(MX)),
         (
             {"quant_method": "quark", "activation_scheme": "static"},
             "quark",
-            Numbers(TENSOR, static=None),
+            Format(TENSOR, static=None),
         ),
-        (FPW8A16, "fp8", Numbers(static=None, weight_only=True)),
+        (FPW8A16, "fp8", Format(static=None, weight_only=True)),
         (
             MODELOPT | {"quantization": {"quant_algo": "fp8_pb_wo"}},
             "modelopt",
-            Numbers(BLOCK, GROUP128),
+            Format(BLOCK, GROUP128),
         ),
         (
             MIXED | {"quantized_layers": {"b": {"quant_algo": "FP8"}}},
             "modelopt",
-            Numbers(static=None),
+            Format(static=None),
         ),
     ],
 )
-def test_what_a_config_means(config: dict[str, Any], name: str, numbers: Numbers) -> None:
-    assert read(config) == (name, numbers)
+def test_what_a_config_means(config: dict[str, Any], name: str, fmt: Format) -> None:
+    assert read(config) == (name, fmt)
 
 
 @pytest.mark.parametrize(
-    ("config", "name", "numbers"),
+    ("config", "name", "fmt"),
     [
-        (FP8, "fp8", Numbers(static=False)),
+        (FP8, "fp8", Format(static=False)),
         (
             FP8 | {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
             "fp8",
-            Numbers(BLOCK, GROUP128, ue8m0=True),
+            Format(BLOCK, GROUP128, ue8m0=True),
         ),
         (
             FP8 | {"weight_block_size": [32, 64]},
             "fp8",
-            Numbers(GroupShape(32, 64), GroupShape(1, 64)),
+            Format(GroupShape(32, 64), GroupShape(1, 64)),
         ),
-        (AUTO_ROUND | {"packing_format": "auto_round:fp8"}, "fp8", Numbers(static=False)),
-        (FP8 | {"weight_block_size": [1, 32]}, "mxfp8", Numbers(MX, MX)),
+        (AUTO_ROUND | {"packing_format": "auto_round:fp8"}, "fp8", Format(static=False)),
+        (FP8 | {"weight_block_size": [1, 32]}, "mxfp8", Format(MX, MX)),
     ],
 )
 def test_what_a_config_means_beside_inverse_scales(
-    config: dict[str, Any], name: str, numbers: Numbers
+    config: dict[str, Any], name: str, fmt: Format
 ) -> None:
-    assert read(config, "weight_scale_inv") == (name, numbers)
+    assert read(config, "weight_scale_inv") == (name, fmt)
 
 
 @pytest.mark.parametrize("group", [TENSOR, ROW], ids=str)
@@ -164,29 +164,29 @@ def test_fpw8a16_of_auto_round_leaves_inputs_alone(group: GroupShape, tmp_path: 
 
 def test_flat_modelopt_counts_more_than_nested() -> None:
     nested = {"hf_quant_config.json": {"quantization": {"quant_algo": "FP8"}}}
-    assert read({}, documents=nested) == ("modelopt", Numbers(TENSOR, static=True))
+    assert read({}, documents=nested) == ("modelopt", Format(TENSOR, static=True))
     flat = MODELOPT | {"quant_algo": "MXFP8"}
-    assert read(flat, documents=nested) == ("modelopt", Numbers(MX, MX))
+    assert read(flat, documents=nested) == ("modelopt", Format(MX, MX))
 
 
 def test_the_file_of_modelopt_may_be_flat_and_tells_what_its_config_leaves_out() -> None:
     """Cosmos' pipeline has a flat file; MIXED_PRECISION in ``config.json`` leaves layers to it."""
-    static = Numbers(TENSOR, static=True)
+    static = Format(TENSOR, static=True)
     flat = {"hf_quant_config.json": MODELOPT | {"quant_algo": "FP8", "ignore": ["visual*"]}}
     assert read({}, documents=flat) == ("modelopt", static)
     layers = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "FP8"}}}
     nested = {"hf_quant_config.json": {"quantization": layers}}
     assert read(MIXED, documents=nested) == ("modelopt", static)
     groups = {"group_0": {"targets": ["a"], "weights": {"num_bits": 8}}}
-    assert read(MIXED | {"config_groups": groups}) == ("modelopt", Numbers(static=None))
+    assert read(MIXED | {"config_groups": groups}) == ("modelopt", Format(static=None))
 
 
 def test_an_embedding_in_fp8_has_no_scale_of_inputs() -> None:
     """NVIDIA lists a Qwen's table of n-grams as FP8."""
     source = Source({"quantization_config": MODELOPT | {"quant_algo": "FP8"}}, KINDS)
-    numbers = dialect_of(source).parse(source).numbers
-    assert numbers("ple.ngram_embedding") == Numbers(TENSOR, static=None)
-    assert numbers("q_proj") == Numbers(TENSOR, static=True)
+    format_of = dialect_of(source).parse(source).format_of
+    assert format_of("ple.ngram_embedding") == Format(TENSOR, static=None)
+    assert format_of("q_proj") == Format(TENSOR, static=True)
 
 
 def test_a_table_beside_blocks_has_one_scale() -> None:
@@ -200,16 +200,16 @@ def test_a_table_beside_blocks_has_one_scale() -> None:
     }
     source = Source({"quantization_config": blocks}, kinds)
     assert dialect_of(source).name == "fp8"
-    numbers = dialect_of(source).parse(source).numbers
-    assert numbers("ple.ngram_embedding") == Numbers(TENSOR, static=None)
-    assert numbers("q_proj") == Numbers(BLOCK, GROUP128)
+    format_of = dialect_of(source).parse(source).format_of
+    assert format_of("ple.ngram_embedding") == Format(TENSOR, static=None)
+    assert format_of("q_proj") == Format(BLOCK, GROUP128)
 
 
 def test_layers_that_quark_left_in_the_fp8_of_its_source_are_known_by_their_tensors() -> None:
     groups = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
     config = quark(groups, DYNAMIC)
-    assert read(config) == ("quark", Numbers(MX))
-    assert read(config | {"exclude": ["lm_head", "a*"]}) == ("quark", Numbers(static=None))
+    assert read(config) == ("quark", Format(MX))
+    assert read(config | {"exclude": ["lm_head", "a*"]}) == ("quark", Format(static=None))
 
 
 def test_layers_that_quark_quantized_otherwise_are_known_by_name() -> None:
@@ -224,7 +224,7 @@ def test_layers_that_quark_quantized_otherwise_are_known_by_name() -> None:
 def test_mistral_says_how_activations_are_scaled(word: str | None, static: bool | None) -> None:
     params = {"quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": word}}
     found = read({}, "qscale_weight", documents={"params.json": params})
-    assert found == ("mistral", Numbers(static=static))
+    assert found == ("mistral", Format(static=static))
 
 
 @pytest.mark.parametrize("key", ["quantization", "quantization_config"])
@@ -233,12 +233,12 @@ def test_mistral_may_hold_a_config_of_compressed_tensors(key: str) -> None:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     said = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
     found = read({}, documents={"params.json": {key: said | {"ignore": ["output"]}}})
-    assert found == ("mistral", Numbers(ROW, weight_only=True))
+    assert found == ("mistral", Format(ROW, weight_only=True))
 
 
 def test_mistral_is_told_by_its_tensors() -> None:
     found = read({"quant_method": "awq"}, "qscale_weight")
-    assert found == ("mistral", Numbers(static=None))
+    assert found == ("mistral", Format(static=None))
 
 
 @pytest.mark.parametrize(
@@ -315,11 +315,11 @@ def test_params_that_cannot_be_honoured(params: dict[str, Any], message: str) ->
 def test_torchao_descriptions_that_cannot_be_read(text: str, message: str) -> None:
     kinds = {"a._weight_qdata": (E4, (4, 4)), "a._weight_scale": (F32, (4, 1))}
     source = Source({}, kinds, {}, {"tensor_names": "[]", "a.weight": text})
-    numbers = dialect_of(source).parse(source).numbers
+    format_of = dialect_of(source).parse(source).format_of
     with pytest.raises(CheckpointError, match=message):
-        numbers("a")
+        format_of("a")
     with pytest.raises(CheckpointError, match=r"has b\.weight = None"):
-        numbers("b")
+        format_of("b")
 
 
 def test_torchao_blocks_and_groups() -> None:
@@ -328,7 +328,7 @@ def test_torchao_blocks_and_groups() -> None:
     kinds = {"a._weight_qdata": (E4, (256, 256))}
     text = json.dumps({"_type": "Float8Tensor", "_data": data})
     source = Source({}, kinds, {}, {"tensor_names": "[]", "a.weight": text})
-    found = dialect_of(source).parse(source).numbers("a")
+    found = dialect_of(source).parse(source).format_of("a")
     assert (found.weight, found.activation) == (BLOCK, GROUP128)
 
 
@@ -363,7 +363,7 @@ def test_dialects_refuse_what_they_cannot_say(dialect: str, scheme: Any) -> None
 @pytest.mark.parametrize("scheme", ["FP8", "FP8_TENSOR"])
 def test_fp8_without_blocks_has_one_scale(scheme: str) -> None:
     config = dialect_named("fp8").render(Spec(SCHEMES[scheme]))
-    assert read(config, "weight_scale_inv") == ("fp8", Numbers(static=SCHEMES[scheme].static))
+    assert read(config, "weight_scale_inv") == ("fp8", Format(static=SCHEMES[scheme].static))
 
 
 @pytest.mark.parametrize("name", ["fp8", "autofp8", "mxfp8"])
@@ -406,12 +406,10 @@ def test_misspelt_dialects() -> None:
 
 
 def test_granularity_of_activations_follows_the_weight() -> None:
-    found = {g: Numbers().scheme(g, has_input_scale=False).activation for g in (TENSOR, ROW, BLOCK)}
+    found = {g: Format().scheme(g, has_input_scale=False).activation for g in (TENSOR, ROW, BLOCK)}
     assert found == {TENSOR: ROW, ROW: ROW, BLOCK: GROUP128}
-    assert Numbers(static=None).scheme(TENSOR, has_input_scale=True) == SCHEMES["FP8"]
-    assert (
-        Numbers(weight_only=True).scheme(ROW, has_input_scale=False) == SCHEMES["FP8_WEIGHT_ONLY"]
-    )
+    assert Format(static=None).scheme(TENSOR, has_input_scale=True) == SCHEMES["FP8"]
+    assert Format(weight_only=True).scheme(ROW, has_input_scale=False) == SCHEMES["FP8_WEIGHT_ONLY"]
 
 
 @pytest.mark.parametrize("scheme", [None, {}, 3, [1], {"weight": 1, "activation": None}])

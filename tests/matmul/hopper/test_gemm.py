@@ -92,7 +92,7 @@ def launched(
     m: int, w: torch.Tensor, monkeypatch: pytest.MonkeyPatch, record: Device = H200
 ) -> bool:
     """Multiply with a faked launch; return whether the launch may start early."""
-    early = launches.fake(monkeypatch, record)
+    early = launches.fake_gemm_launch(monkeypatch, record)
     x_q = fp8kit.quantize(torch.randn(m, w.shape[1]))
     groups, scale = (ROW, ROW), torch.ones(len(w), 1)
     problem = MatmulProblem.of(x_q.data, w, groups, torch.bfloat16, None, "precise", False)
@@ -152,7 +152,7 @@ def test_a_launch_that_fails_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> 
 
     with monkeypatch.context() as patch:
         x_q = fp8kit.quantize(torch.randn(4, 128))
-        launches.fake(patch, kernel=lambda *_: SimpleNamespace(launch=broken))
+        launches.fake_gemm_launch(patch, kernel=lambda *_: SimpleNamespace(launch=broken))
         groups = (ROW, ROW)
         problem = MatmulProblem.of(x_q.data, w, groups, torch.bfloat16, None, "precise", False)
         with pytest.raises(RuntimeError, match="no kernel image"):
@@ -326,7 +326,7 @@ def launch_quantizing(x: torch.Tensor, w: torch.Tensor, x_group: GroupShape) -> 
 def test_dense_tokens_are_taken_as_they_lie_or_left_to_two_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    early = launches.fake(monkeypatch)
+    early = launches.fake_gemm_launch(monkeypatch)
     k, w = 256, torch.zeros(64, 256, dtype=torch.float8_e4m3fn)
     wide = torch.zeros(8, k + 8, dtype=torch.bfloat16)
     for x in (wide[:1, :k], wide[:4, :k], wide[:3, :k].half()):

@@ -14,9 +14,9 @@ from fp8kit.checkpoint.dialects.autofp8 import AUTOFP8 as AUTOFP8
 from fp8kit.checkpoint.dialects.bare import BARE
 from fp8kit.checkpoint.dialects.base import Announcement as Announcement
 from fp8kit.checkpoint.dialects.base import Dialect as Dialect
+from fp8kit.checkpoint.dialects.base import Format as Format
 from fp8kit.checkpoint.dialects.base import JsonObject as JsonObject
 from fp8kit.checkpoint.dialects.base import Kinds as Kinds
-from fp8kit.checkpoint.dialects.base import Numbers as Numbers
 from fp8kit.checkpoint.dialects.base import Source as Source
 from fp8kit.checkpoint.dialects.base import Spec as Spec
 from fp8kit.checkpoint.dialects.base import quantization_config as quantization_config
@@ -90,7 +90,7 @@ def detect(source: Source) -> Dialect | None:
         if isinstance(algorithm, dict):
             rotated += [f"algo_config: {key}" for key in wanted if algorithm.get(key)]
     if rotated:
-        raise base.rotated(f"The quantization config has {rotated[0]}")
+        raise base.rotated_inputs(f"The quantization config has {rotated[0]}")
     for dialect in DIALECTS:
         if dialect.detect(source):
             return dialect

@@ -10,14 +10,14 @@ import torch
 
 from fp8kit.checkpoint.dialects import base
 from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Source, Spec
-from fp8kit.checkpoint.dialects.transformers_fp8 import fp8_numbers
+from fp8kit.checkpoint.dialects.transformers_fp8 import fp8_format
 from fp8kit.formats import ROW, TENSOR
 
 
 def _parse(source: Source) -> Announcement:
-    numbers = fp8_numbers(source.quantization)
+    fmt = fp8_format(source.quantization)
     ignore = base.strings(source.quantization, "ignored_layers", "modules_to_not_convert")
-    return Announcement(lambda _: numbers, ignore)
+    return Announcement(lambda _: fmt, ignore)
 
 
 def _render(spec: Spec) -> JsonObject:
@@ -25,7 +25,7 @@ def _render(spec: Spec) -> JsonObject:
     fits = scheme.weight == TENSOR and (scheme.static or scheme.activation == ROW)
     fits = fits and not scheme.ue8m0
     if spec.others or not fits or scheme.dtype != torch.float8_e4m3fn:
-        raise base.refused(
+        raise base.unwritable(
             spec,
             "autofp8",
             "This dialect holds one scale per tensor, the same scheme everywhere.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Numbers, Source
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, Source
 from fp8kit.formats import FP8_FORMATS
 
 
@@ -13,7 +13,7 @@ def _detect(source: Source) -> bool:
 
 
 def _parse(_: Source) -> Announcement:
-    return Announcement(lambda _: Numbers(static=None))
+    return Announcement(lambda _: Format(static=None))
 
 
 BARE = Dialect("bare", _detect, _parse)

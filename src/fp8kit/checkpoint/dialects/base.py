@@ -64,8 +64,8 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
-    """How one layer computes; the tensors decide what a config leaves open (``None``).
+class Format:
+    """How one layer is stored and computes; tensors decide what a config leaves open (``None``).
 
     Without ``activation`` the weight decides (rows for tensors and rows, 1x128 for blocks, MX for
     MX). ``static`` activations have an ``input_scale``, which ``unscaled`` layers have and do not
@@ -100,7 +100,7 @@ class Announcement:
     bounds the amax of activations from above.
     """
 
-    numbers: Callable[[str], Numbers]
+    format_of: Callable[[str], Format]
     ignore: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     scale_ub: float | None = None
@@ -155,7 +155,7 @@ class Dialect:
         return self.render is not _read_only
 
 
-def refused(spec: Spec, dialect: str, holds: str, remedy: str) -> CheckpointError:
+def unwritable(spec: Spec, dialect: str, holds: str, remedy: str) -> CheckpointError:
     """Return the error for a scheme that a dialect cannot hold; ``holds`` says what it can."""
     others = " and others" if spec.others else ""
     return CheckpointError(
@@ -163,7 +163,7 @@ def refused(spec: Spec, dialect: str, holds: str, remedy: str) -> CheckpointErro
     )
 
 
-def rotated(where: str) -> CheckpointError:
+def rotated_inputs(where: str) -> CheckpointError:
     """Return the error for layers whose inputs are rotated while the model runs."""
     return CheckpointError(
         f"{where}: inputs of layers are rotated at run time.",
@@ -183,7 +183,7 @@ def is_embedding(layer: str) -> bool:
     return _EMBEDDING.search(layer) is not None
 
 
-def first_match(known: Mapping[str, Numbers], layer: str, default: Numbers) -> Numbers:
+def first_match(known: Mapping[str, Format], layer: str, default: Format) -> Format:
     """Return the entry of a layer: by its own name, else by the first pattern it matches."""
     patterns = (n for pattern, n in known.items() if fnmatch.fnmatchcase(layer, pattern))
     return known.get(layer) or next(patterns, default)
@@ -244,14 +244,14 @@ def quantization_config(config: JsonObject) -> JsonObject | None:
         if found is None:
             continue
         if not isinstance(found, dict):
-            raise broken(key, found, "a JSON object", file="config.json")
+            raise invalid(key, found, "a JSON object", file="config.json")
         # the oldest writers of compression_config did not name their method
         method = "compressed-tensors" if key == "compression_config" else None
         return {"quant_method": method, **found} if method else found
     return None
 
 
-def broken(
+def invalid(
     key: str, found: object, wanted: str, remedy: str = _AGAIN, *, file: str = _CONFIG
 ) -> CheckpointError:
     """Return the error for a config whose entry ``key`` is ``found`` and must be ``wanted``."""
@@ -273,7 +273,7 @@ def strings(config: JsonObject, *keys: str) -> tuple[str, ...]:
         if found is None:
             continue
         if not isinstance(found, list) or not all(isinstance(i, str) for i in found):
-            raise broken(key, found, "a list of names")
+            raise invalid(key, found, "a list of names")
         return tuple(found)
     return ()
 
@@ -284,7 +284,7 @@ def objects(config: JsonObject, key: str) -> JsonObject:
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise broken(key, found, "an object or null")
+        raise invalid(key, found, "an object or null")
     return found
 
 
@@ -295,7 +295,7 @@ def object_in(place: str, found: object) -> JsonObject:
     except (ValueError, RecursionError):
         read = None
     if not isinstance(read, dict):
-        raise broken(place, found, "a JSON object", file="The file")
+        raise invalid(place, found, "a JSON object", file="The file")
     return read
 
 
@@ -309,7 +309,7 @@ def block_shape(config: JsonObject) -> GroupShape | None:
         return None
     sides = found if isinstance(found, list) and len(found) == 2 else ()
     if not sides or not all(isinstance(n, int) and 0 < n <= 2**20 for n in sides):
-        raise broken(key, found, "two positive integers [rows, columns], or null")
+        raise invalid(key, found, "two positive integers [rows, columns], or null")
     return GroupShape(*sides)
 
 
@@ -317,5 +317,5 @@ def choice(config: JsonObject, key: str, allowed: Sequence[str | None]) -> str |
     """Read a word out of a few; raises ``CheckpointError`` for any other value."""
     found = config.get(key)
     if not isinstance(found, str | None) or found not in allowed:
-        raise broken(key, found, f"one of {some_of([str(a) for a in allowed])}")
+        raise invalid(key, found, f"one of {some_of([str(a) for a in allowed])}")
     return found

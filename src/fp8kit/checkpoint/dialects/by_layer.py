@@ -13,7 +13,7 @@ from dataclasses import asdict
 import torch
 
 from fp8kit.checkpoint.dialects import base
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, JsonObject, Source
 from fp8kit.formats import MX_FORMS, SCHEMES, GroupShape, Scheme
 
 METHOD = "fp8kit"
@@ -37,7 +37,7 @@ def scheme_of_plain(scheme: str | JsonObject) -> Scheme:
         }
         return Scheme(**{**scheme, **groups, "dtype": getattr(torch, scheme["dtype"])})
     except (TypeError, LookupError, AttributeError) as error:
-        raise base.broken("scheme", scheme, "the name of a preset, or its fields") from error
+        raise base.invalid("scheme", scheme, "the name of a preset, or its fields") from error
 
 
 def schemes_of(layers: Mapping[str, str | JsonObject]) -> dict[str, Scheme]:
@@ -47,7 +47,7 @@ def schemes_of(layers: Mapping[str, str | JsonObject]) -> dict[str, Scheme]:
         try:
             found[name] = scheme_of_plain(scheme)
         except ValueError as error:
-            raise base.broken(f"layers.{name}", scheme, "a scheme") from error
+            raise base.invalid(f"layers.{name}", scheme, "a scheme") from error
     return found
 
 
@@ -56,14 +56,14 @@ def _parse(source: Source) -> Announcement:
     layers = base.object_in(METHOD, said) if said else base.objects(source.quantization, "layers")
     schemes = schemes_of(layers)
 
-    def numbers(layer: str) -> Numbers:
+    def format_of(layer: str) -> Format:
         if layer not in schemes:
-            raise base.broken("layers", sorted(schemes)[:5], f"a list with {layer}, which is FP8")
+            raise base.invalid("layers", sorted(schemes)[:5], f"a list with {layer}, which is FP8")
         scheme = schemes[layer].stored  # a rebased weight is read as the MX weight it was
         only = scheme.activation is None
-        return Numbers(scheme.weight, scheme.activation, scheme.static, only, scheme.ue8m0)
+        return Format(scheme.weight, scheme.activation, scheme.static, only, scheme.ue8m0)
 
-    return Announcement(numbers)
+    return Announcement(format_of)
 
 
 def _detect(source: Source) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from fp8kit.checkpoint.dialects import base
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Numbers, Source
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, Source
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import GroupShape
 
@@ -46,21 +46,21 @@ def _parse(source: Source) -> Announcement:
             )
         more = base.object_in(f"{place}: params", entry.get("params") or {})
         if entry.get("convrot") or more.get("convrot"):
-            raise base.rotated(f"{place} says convrot")
+            raise base.rotated_inputs(f"{place} says convrot")
     # a file of several models has a marker for each
     markers = [n for n in source.kinds if n.rpartition(".")[2] == MARKER]
     exact_in = tuple(n.removesuffix(MARKER) for n in markers if source.kinds[n][1] == (2,))
 
-    def numbers(layer: str) -> Numbers:
+    def format_of(layer: str) -> Format:
         place = f"{layer}.{ENTRY}".lstrip(".")
         entry = base.object_in(place, source.metadata.get(place, layers.get(layer, {})))
         _check_format(layer, entry.get("format"), source)
         exact = layer.startswith(exact_in) or bool(entry.get("full_precision_matrix_mult"))
         side = entry.get("group_size") if str(entry.get("format")).endswith("_blockwise") else None
         square = GroupShape(side, side) if isinstance(side, int) and side > 0 else None
-        return Numbers(square, static=None, weight_only=True, swizzled=True, unscaled=exact)
+        return Format(square, static=None, weight_only=True, swizzled=True, unscaled=exact)
 
-    return Announcement(numbers)
+    return Announcement(format_of)
 
 
 def _check_format(layer: str, form: object, source: Source) -> None:
@@ -70,7 +70,7 @@ def _check_format(layer: str, form: object, source: Source) -> None:
     # tools add the granularity, as in float8_e4m3fn_rowwise; ModelOpt says fp8
     fits = form in (None, "fp8") or str(form).startswith(codes) or str(form).endswith("mxfp8")
     if not fits and not (form == "nvfp4" and layer in source.made):
-        raise base.broken(
+        raise base.invalid(
             f"{layer}: format", form, f"the format of {weight}, {codes}", file="The file"
         )
 

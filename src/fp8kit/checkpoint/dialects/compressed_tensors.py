@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fp8kit.checkpoint.dialects import base
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source, Spec
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, JsonObject, Source, Spec
 from fp8kit.conversion.model_families import JOINED, OF_DELTA_NET
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, Scheme
@@ -57,7 +57,7 @@ def _parse(source: Source) -> Announcement:
     found = source.quantization
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or not (groups or found.get("kv_cache_scheme")):
-        raise base.broken("config_groups", groups, "an object with at least one group")
+        raise base.invalid("config_groups", groups, "an object with at least one group")
     ignore = base.strings(found, "ignore")
     attention = [name for name, group in groups.items() if _is_attention(name, group)]
     read = [
@@ -66,16 +66,16 @@ def _parse(source: Source) -> Announcement:
         if name not in attention
     ]
     if not read and groups:
-        raise base.broken("config_groups", groups, "an object with a group of linear layers")
+        raise base.invalid("config_groups", groups, "an object with a group of linear layers")
     sparsity = base.objects(found, "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
-        raise base.broken("sparsity_config", sparsity, "absent or dense")
+        raise base.invalid("sparsity_config", sparsity, "absent or dense")
     transforms = base.objects(found, "transform_config")
     places = _places_of_rotations(transforms)
     of_weights = [place in ("weight_input", "weight_output") for place in places]
     if transforms and not (of_weights and all(of_weights)):
         wanted = "absent, or applied to weights alone: a rotation of inputs is not computed"
-        raise base.broken("transform_config", transforms, wanted)
+        raise base.invalid("transform_config", transforms, wanted)
     cache = "The config quantizes the KV cache; only fp8kit.Fp8Cache uses its scales."
     quantized = "The config quantizes attention; its scales are not used."
     said = {cache: groups and found.get("kv_cache_scheme"), quantized: attention}
@@ -86,7 +86,7 @@ def _parse(source: Source) -> Announcement:
     known = dict(sorted(pairs, key=itemgetter(0)))
     classes = [target for target in known if target.isidentifier()]
 
-    def numbers(layer: str) -> Numbers:
+    def format_of(layer: str) -> Format:
         for name in _names_of(layer, source.config):
             patterns = (group for target, group in known.items() if _is_pattern_of(target, name))
             if found := known.get(name) or next(patterns, None):
@@ -96,10 +96,10 @@ def _parse(source: Source) -> Announcement:
             return known[next(c for c in (kind, "Linear", "Module", *classes) if c in known)]
         if len({*known.values()}) > 1:
             wanted = f"groups one of which is for {layer}, which is FP8"
-            raise base.broken("config_groups with targets", [*known], wanted)
-        return next(iter(known.values()), Numbers())
+            raise base.invalid("config_groups with targets", [*known], wanted)
+        return next(iter(known.values()), Format())
 
-    return Announcement(numbers, ignore, unread)
+    return Announcement(format_of, ignore, unread)
 
 
 def _is_attention(name: str, group: Any) -> bool:
@@ -143,24 +143,24 @@ def _is_pattern_of(target: str, layer: str) -> bool:
 
 def _targets(name: str, group: Any) -> tuple[str, ...]:
     if not isinstance(group, dict):
-        raise base.broken(f"config_groups.{name}", group, "an object")
+        raise base.invalid(f"config_groups.{name}", group, "an object")
     targets = base.strings(group, "targets")
     for target in targets:
         try:
             re.compile(target[3:] if target.startswith("re:") else "")
         except re.error as error:
             key = f"config_groups.{name}.targets"
-            raise base.broken(key, target, "names or regular expressions") from error
+            raise base.invalid(key, target, "names or regular expressions") from error
     return targets
 
 
-def _group(name: str, group: JsonObject, found: JsonObject) -> Numbers:
+def _group(name: str, group: JsonObject, found: JsonObject) -> Format:
     layout = group.get("format") or found.get("format") or _FLOAT
     if layout not in (*_FORMATS, "mixed-precision"):
-        raise base.broken("format", layout, " or ".join(_FORMATS), base.OTHER_FORMAT)
+        raise base.invalid("format", layout, " or ".join(_FORMATS), base.OTHER_FORMAT)
     if group.get("output_activations") is not None:
         key = f"config_groups.{name}.output_activations"
-        raise base.broken(key, group["output_activations"], "null")
+        raise base.invalid(key, group["output_activations"], "null")
     weights = _args(name, group, "weights")
     inputs = _args(name, group, "input_activations")
     if isinstance(weights.get("block_structure"), str):  # written so by early exporters
@@ -169,14 +169,14 @@ def _group(name: str, group: JsonObject, found: JsonObject) -> Numbers:
     same = (g for g, w in _WEIGHTS.items() if {**_ARGS, **w, "dynamic": False} == weights)
     weight = next(same, None)
     if weights == {**_ARGS, **_WEIGHTS[MX], "num_bits": 4, "dynamic": False}:
-        return Numbers(MX, MX)  # FP4 values are FP8 values
+        return Format(MX, MX)  # FP4 values are FP8 values
     if weights == {**_ARGS, **_NVFP4, "dynamic": False}:
-        return Numbers()  # its tensors tell what it became when it was read
+        return Format()  # its tensors tell what it became when it was read
     if weight is not None and not inputs:
-        return Numbers(weight, weight_only=True)
+        return Format(weight, weight_only=True)
     for (activation, static), x in _ACTIVATIONS.items():
         if weight is not None and {**_ARGS, **x} == inputs:
-            return Numbers(weight, activation, static)
+            return Format(weight, activation, static)
     raise CheckpointError(
         f"Config group {name} has weights {weights} and input_activations {inputs or None}.",
         "This version reads 8-bit symmetric floats: weights by tensor, channel, block of 128x128 "
@@ -190,7 +190,7 @@ def _args(name: str, group: JsonObject, key: str) -> JsonObject:
     if args is None:
         return {}
     if not isinstance(args, dict):
-        raise base.broken(f"config_groups.{name}.{key}", args, "an object or null")
+        raise base.invalid(f"config_groups.{name}.{key}", args, "an object or null")
     known = {k: v for k, v in args.items() if v is not None and k not in _HISTORY}
     return {"symmetric": True, "dynamic": False, **known}
 

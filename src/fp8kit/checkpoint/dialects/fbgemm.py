@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from fp8kit.checkpoint.dialects import base
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source, Spec
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, JsonObject, Source, Spec
 from fp8kit.formats import ROW
 
 
@@ -17,10 +17,10 @@ def _parse(source: Source) -> Announcement:
     found = source.quantization
     bound = found.get("activation_scale_ub")
     if not isinstance(bound, int | float | None) or (bound is not None and not bound > 0):
-        raise base.broken("activation_scale_ub", bound, "a positive number or null")
+        raise base.invalid("activation_scale_ub", bound, "a positive number or null")
     ignore = base.strings(found, "modules_to_not_convert")
-    numbers = Numbers(ROW, ROW, transposed=True)
-    return Announcement(lambda _: numbers, ignore, scale_ub=bound)
+    fmt = Format(ROW, ROW, transposed=True)
+    return Announcement(lambda _: fmt, ignore, scale_ub=bound)
 
 
 def _render(spec: Spec) -> JsonObject:
@@ -29,7 +29,7 @@ def _render(spec: Spec) -> JsonObject:
     fits = fits and scheme.dtype == torch.float8_e4m3fn and spec.scale_ub is not None
     if spec.others or spec.kv_scales or not fits:
         bound = "no scale_ub" if spec.scale_ub is None else f"scale_ub = {spec.scale_ub}"
-        raise base.refused(
+        raise base.unwritable(
             spec,
             f"fbgemm, with {bound}",
             "This dialect holds FP8_DYNAMIC everywhere, with a bound on the amax of tokens; no "

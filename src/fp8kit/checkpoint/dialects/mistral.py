@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8kit.checkpoint.dialects import base
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, JsonObject, Source
 from fp8kit.checkpoint.dialects.compressed_tensors import COMPRESSED_TENSORS
 
 FILE = "params.json"
@@ -33,12 +33,12 @@ def _parse(source: Source) -> Announcement:
         theirs = COMPRESSED_TENSORS.parse(replace(source, config={"quantization_config": found}))
         return replace(theirs, unread=(*theirs.unread, *unread))
     if found.get("qformat_weight", "fp8_e4m3") != "fp8_e4m3":
-        raise base.broken("qformat_weight", found["qformat_weight"], "'fp8_e4m3'", file=FILE)
+        raise base.invalid("qformat_weight", found["qformat_weight"], "'fp8_e4m3'", file=FILE)
     word = found.get("qscheme_act")
     if not isinstance(word, str | None) or word not in _STATIC:
-        raise base.broken("qscheme_act", word, "'NO_SCALES', 'TENSOR' or null", file=FILE)
+        raise base.invalid("qscheme_act", word, "'NO_SCALES', 'TENSOR' or null", file=FILE)
     static = _STATIC[word]
-    return Announcement(lambda _: Numbers(static=static), (), unread)
+    return Announcement(lambda _: Format(static=static), (), unread)
 
 
 MISTRAL = Dialect("mistral", _detect, _parse)

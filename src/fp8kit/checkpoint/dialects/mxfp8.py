@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 
 from fp8kit.checkpoint.dialects import base
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source, Spec
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, JsonObject, Source, Spec
 from fp8kit.formats import MX, SCHEMES
 
 
@@ -24,16 +24,16 @@ def _detect(source: Source) -> bool:
 def _parse(source: Source) -> Announcement:
     found = source.quantization
     if base.block_shape(found) not in (None, MX):
-        raise base.broken("weight_block_size", found["weight_block_size"], "[1, 32]")
+        raise base.invalid("weight_block_size", found["weight_block_size"], "[1, 32]")
     base.choice(found, "scale_fmt", ("ue8m0", None))
     base.choice(found, "activation_scheme", ("dynamic", None))
     ignore = base.strings(found, "ignored_layers", "modules_to_not_convert")
-    return Announcement(lambda _: Numbers(MX, MX), ignore)
+    return Announcement(lambda _: Format(MX, MX), ignore)
 
 
 def _render(dialect: str, spec: Spec) -> JsonObject:
     if spec.others or spec.scheme != SCHEMES["MXFP8"]:
-        raise base.refused(
+        raise base.unwritable(
             spec,
             dialect,
             "This dialect holds MX weights and activations, everywhere the same.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp8kit.checkpoint.dialects import base
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, JsonObject, Source
 from fp8kit.formats import MX, ROW, TENSOR, GroupShape
 
 
@@ -14,39 +14,39 @@ def _parse(source: Source) -> Announcement:
     ignore = base.strings(found, "exclude")
     pack = base.objects(found, "export").get("weight_format")
     if pack not in (None, "real_quantized"):
-        raise base.broken(
+        raise base.invalid(
             "export.weight_format", pack, "'real_quantized': fake quantization has no codes"
         )
     if found.get("global_quant_config") is None and "activation_scheme" in found:
         # the custom mode of early exporters: AutoFP8's layout
-        return Announcement(lambda _: Numbers(TENSOR, static=None), ignore)
-    common = _numbers("global_quant_config", found.get("global_quant_config"))
+        return Announcement(lambda _: Format(TENSOR, static=None), ignore)
+    common = _format("global_quant_config", found.get("global_quant_config"))
     special = base.objects(found, "layer_quant_config")
-    layers = {n: _numbers(f"layer_quant_config.{n}", c) for n, c in special.items()}
+    layers = {n: _format(f"layer_quant_config.{n}", c) for n, c in special.items()}
     # an excluded layer may have been FP8 in the source already: its tensors tell the rest
-    layers = {**dict.fromkeys(ignore, Numbers(static=None)), **layers}
+    layers = {**dict.fromkeys(ignore, Format(static=None)), **layers}
     return Announcement(lambda layer: base.first_match(layers, layer, common), ignore)
 
 
-def _numbers(key: str, config: Any) -> Numbers:
+def _format(key: str, config: Any) -> Format:
     if not isinstance(config, dict):
-        raise base.broken(key, config, "an object")
+        raise base.invalid(key, config, "an object")
     said = config.get("weight")
     if isinstance(said, list):  # int4_fp8: codes of codes
-        raise base.broken(f"{key}.weight", said, "one object, not several", base.OTHER_FORMAT)
+        raise base.invalid(f"{key}.weight", said, "one object, not several", base.OTHER_FORMAT)
     weight = _group(f"{key}.weight", base.objects(config, "weight"))
     inputs = base.objects(config, "input_tensors")
     if not inputs:
-        return Numbers(weight, weight_only=True)
+        return Format(weight, weight_only=True)
     if inputs.get("is_dynamic") is not True:
         if inputs.get("qscheme") != "per_tensor":
-            raise base.broken(f"{key}.input_tensors", inputs, "dynamic, or static per_tensor")
-        return Numbers(weight, static=True)
+            raise base.invalid(f"{key}.input_tensors", inputs, "dynamic, or static per_tensor")
+        return Format(weight, static=True)
     # per channel of an activation means per token; a block weight brings groups along K
     activation = None
     if inputs.get("qscheme") == "per_tensor" and weight in (TENSOR, ROW):
         activation = TENSOR
-    return Numbers(weight, activation)
+    return Format(weight, activation)
 
 
 def _group(key: str, config: JsonObject) -> GroupShape:
@@ -57,7 +57,7 @@ def _group(key: str, config: JsonObject) -> GroupShape:
         return MX
     if dtype != "fp8_e4m3":
         wanted = "'fp8_e4m3', or 'fp4' in groups of 32 with e8m0"
-        raise base.broken(f"{key}.dtype", dtype, wanted, base.OTHER_FORMAT)
+        raise base.invalid(f"{key}.dtype", dtype, wanted, base.OTHER_FORMAT)
     if scheme == "per_tensor":
         return TENSOR
     if scheme == "per_channel" and config.get("ch_axis") in (0, None):
@@ -68,7 +68,7 @@ def _group(key: str, config: JsonObject) -> GroupShape:
             return MX
         if all(isinstance(n, int) and 0 < n <= 2**20 for n in block):
             return GroupShape(*block)
-    raise base.broken(
+    raise base.invalid(
         key, config, "per_tensor, per_channel over axis 0, per_block, or groups of 32"
     )
 

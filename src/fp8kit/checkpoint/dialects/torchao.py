@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from fp8kit.checkpoint.dialects import base
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, JsonObject, Source
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import MX, ROW, TENSOR, GroupShape
 
@@ -30,16 +30,16 @@ def _parse(source: Source) -> Announcement:
             "Save the model again with a current torchao; pickled files are not read.",
         )
 
-    def numbers(layer: str) -> Numbers:
+    def format_of(layer: str) -> Format:
         for name in (f"{layer}.weight", layer):
             if name in source.metadata:
                 return _described(name, source.metadata[name], source)
-        raise base.broken(f"{layer}.weight", None, "a description", file="The safetensors header")
+        raise base.invalid(f"{layer}.weight", None, "a description", file="The safetensors header")
 
-    return Announcement(numbers, ignore)
+    return Announcement(format_of, ignore)
 
 
-def _described(name: str, text: str, source: Source) -> Numbers:
+def _described(name: str, text: str, source: Source) -> Format:
     file = "The safetensors header"
     try:
         described: Any = json.loads(text)
@@ -49,30 +49,30 @@ def _described(name: str, text: str, source: Source) -> Numbers:
         if kind == "MXTensor" and data["elem_dtype"]["_data"] == "float8_e4m3fn":
             group = _sides([1, data["block_size"]])
             if group == MX and (acts is None or acts["block_size"] == 32):
-                return Numbers(
+                return Format(
                     MX, weight_only=acts is None, swizzled=bool(data["is_swizzled_scales"])
                 )
         if kind == "Float8Tensor":
             weight = _weight(data["block_size"], source.kinds[_codes(name)][1])
             if acts is None:
-                return Numbers(weight, weight_only=True)
+                return Format(weight, weight_only=True)
             return _with_activations(weight, acts, data)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise base.broken(name, text, f"a description of a tensor ({error})", file=file) from error
-    raise base.broken(
+        raise base.invalid(name, text, f"a description of a tensor ({error})", file=file) from error
+    raise base.invalid(
         name, text, "a Float8Tensor, or an MXTensor of float8_e4m3fn by 32", file=file
     )
 
 
-def _with_activations(weight: GroupShape, acts: JsonObject, data: JsonObject) -> Numbers:
+def _with_activations(weight: GroupShape, acts: JsonObject, data: JsonObject) -> Format:
     granularity = acts["granularity"]
     if isinstance(granularity, list):
         granularity = granularity[0]
     word = granularity["_type"]
     if word == "PerBlock":
-        return Numbers(weight, _sides(granularity["_data"]["block_size"]))
+        return Format(weight, _sides(granularity["_data"]["block_size"]))
     static = data.get("act_quant_scale") is not None or None
-    return Numbers(weight, _GRANULARITIES[word], static=static)
+    return Format(weight, _GRANULARITIES[word], static=static)
 
 
 def _weight(block: list[int], shape: tuple[int, ...]) -> GroupShape:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from fp8kit.checkpoint.dialects import base
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source, Spec
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, JsonObject, Source, Spec
 from fp8kit.formats import BLOCK, MX, TENSOR, GroupShape, scale_shape
 
 _BYTES = (torch.uint8, torch.float8_e8m0fnu)
@@ -37,20 +37,20 @@ def _detect(source: Source) -> bool:
 
 def _parse(source: Source) -> Announcement:
     found = source.quantization
-    numbers = fp8_numbers(found)
+    fmt = fp8_format(found)
     if _is_fpw8a16(found):
-        numbers = Numbers(static=None, weight_only=True)
+        fmt = Format(static=None, weight_only=True)
     base.choice(found, "expert_dtype", ("fp8", "fp4", None))
     ignore = base.strings(found, "ignored_layers", "modules_to_not_convert")
 
-    def of(layer: str) -> Numbers:
+    def format_of(layer: str) -> Format:
         if _is_mx(layer, source):
-            return Numbers(MX, MX)
+            return Format(MX, MX)
         # Transformers gives an embedding one scale, whatever its linear layers have
         table = base.is_embedding(layer) and f"{layer}.weight_scale" in source.kinds
-        return Numbers(TENSOR, static=None) if table else numbers
+        return Format(TENSOR, static=None) if table else fmt
 
-    return Announcement(of, ignore)
+    return Announcement(format_of, ignore)
 
 
 def _is_fpw8a16(found: JsonObject) -> bool:
@@ -67,7 +67,7 @@ def _is_mx(layer: str, source: Source) -> bool:
     return any(scale in wanted for scale in scales)
 
 
-def fp8_numbers(found: JsonObject) -> Numbers:
+def fp8_format(found: JsonObject) -> Format:
     """Read what a config with ``quant_method`` ``fp8`` says about every layer.
 
     Raises ``CheckpointError`` for a value that this package does not carry out.
@@ -75,13 +75,13 @@ def fp8_numbers(found: JsonObject) -> Numbers:
     activation = base.choice(found, "activation_scheme", ("dynamic", "static", None))
     base.choice(found, "fmt", ("e4m3", "float8_e4m3fn", None))
     if (said := found.get(key := "weight_scale_semantics")) is not None:  # GPTQModel divides
-        raise base.broken(key, said, "absent, for scales that multiply", base.OTHER_FORMAT)
+        raise base.invalid(key, said, "absent, for scales that multiply", base.OTHER_FORMAT)
     ue8m0 = base.choice(found, "scale_fmt", ("ue8m0", "float", None)) == "ue8m0"
     block = base.block_shape(found)
     static = activation == "static"
     if block is None or static:
-        return Numbers(block, static=static)
-    return Numbers(block, GroupShape(1, block.cols), ue8m0=ue8m0)
+        return Format(block, static=static)
+    return Format(block, GroupShape(1, block.cols), ue8m0=ue8m0)
 
 
 def _render(spec: Spec) -> JsonObject:
@@ -90,7 +90,7 @@ def _render(spec: Spec) -> JsonObject:
     block = scheme.weight == BLOCK and scheme.activation == GroupShape(1, 128)
     tensor = scheme.weight == TENSOR and (dynamic or scheme.static) and not scheme.ue8m0
     if spec.others or not (block or tensor) or scheme.dtype != torch.float8_e4m3fn:
-        raise base.refused(
+        raise base.unwritable(
             spec,
             "fp8",
             "This dialect holds 128x128 blocks or one scale per tensor, the same everywhere.",

@@ -23,7 +23,7 @@ from fp8kit.modules.linear import Fp8Linear
 
 
 @dataclass(slots=True)
-class Layers:
+class NewLayers:
     """New FP8 layers by every name they will have, and the layers that share an input.
 
     ``read`` names layers that stay dense because code reads their weight, each with the reason.
@@ -38,7 +38,7 @@ class Layers:
     missing: Sequence[str] = ()  # patterns of layers that keep their values
 
 
-def expected_state(model: nn.Module, layers: Layers) -> dict[str, Tensor]:
+def expected_state(model: nn.Module, layers: NewLayers) -> dict[str, Tensor]:
     """Return the tensors that the model will hold once its layers are swapped.
 
     A bias is still that of the dense layer: another module may hold it, too.
@@ -66,7 +66,9 @@ def shapes_of(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
-def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: bool) -> list[str]:
+def check_fit(
+    model: nn.Module, checkpoint: Checkpoint, layers: NewLayers, strict: bool
+) -> list[str]:
     """Compare names and shapes before anything changes; list tensors the model does not use."""
     wanted = expected_state(model, layers)
     tensors = {n: i.shape for n, i in checkpoint.tensors.items()}
@@ -153,7 +155,7 @@ def _most(found: Iterable[bool]) -> bool:
     return 2 * sum(known) >= len(known)  # scales of weights to quantize never come
 
 
-def _made_here(model: nn.Module, layers: Layers, covered: set[str]) -> set[str]:
+def _made_here(model: nn.Module, layers: NewLayers, covered: set[str]) -> set[str]:
     """Name the tensors that need not be on disk: scales of weights that are quantized here."""
     fp8 = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)} | layers.made
     names = set()

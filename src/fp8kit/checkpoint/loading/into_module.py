@@ -13,7 +13,7 @@ from torch import nn
 
 from fp8kit.checkpoint.cache_scales import keep_cache_scales
 from fp8kit.checkpoint.exporting import AS_CONV1D, is_distributed
-from fp8kit.checkpoint.loading.expected import Layers, check_fit, expected_state, shapes_of, ties
+from fp8kit.checkpoint.loading.expected import NewLayers, check_fit, expected_state, shapes_of, ties
 from fp8kit.checkpoint.loading.expert_layers import Experts, experts_in_checkpoint
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme, other_scheme
 from fp8kit.checkpoint.loading.placement import Placement
@@ -96,7 +96,7 @@ def fill(
     Parameters on meta are made, others overwritten. ``options`` is for a checkpoint in high
     precision alone. By default the model stays where it is and meta goes to the CPU; tensors in
     memory keep their dtype, and those on meta take the checkpoint's. ``strict`` raises for tensors
-    that the model does not use, ``form`` is as in ``mx_forms.settle``, ``missing`` as in
+    that the model does not use, ``form`` is as in ``mx_forms.set_forms``, ``missing`` as in
     ``fp8kit.load``. Raises ``CheckpointError`` if names or shapes do not match; nothing has been
     changed then. Raises ``ConversionError`` if a layer cannot be quantized.
     """
@@ -104,19 +104,19 @@ def fill(
     refuse_empty_weights()
     high = dtype or checkpoint.dtype
     if options is None:
-        layers = _layers_in_checkpoint(model, checkpoint, high)
+        layers = _layers_on_disk(model, checkpoint, high)
     else:
         layers = layers_by_plan(model, options, high)
     layers.form, layers.missing = form or layers.form, missing
     unused = check_fit(model, checkpoint, layers, strict)
-    arrivals = begin(model, layers, checkpoint.layers, device=device, dtype=dtype, high=high)
-    for name in _in_order(checkpoint, set(checkpoint.tensors) - set(unused), arrivals.shapes):
-        arrivals.put(name, checkpoint.read(name))
-    told = end(model, layers, arrivals)
+    placement = begin(model, layers, checkpoint.layers, device=device, dtype=dtype, high=high)
+    for name in _in_order(checkpoint, set(checkpoint.tensors) - set(unused), placement.shapes):
+        placement.put(name, checkpoint.read(name))
+    told = end(model, layers, placement)
     if device is not None:
         model.to(device)
     kept = keep_cache_scales(model, checkpoint, {n: n for n in unused})
-    return Filled(sorted(set(unused) - kept), sorted(arrivals.decoded), told, layers.read)
+    return Filled(sorted(set(unused) - kept), sorted(placement.decoded), told, layers.read)
 
 
 def _in_order(checkpoint: Checkpoint, names: set[str], shapes: Shapes) -> list[str]:
@@ -138,7 +138,7 @@ def _in_order(checkpoint: Checkpoint, names: set[str], shapes: Shapes) -> list[s
 
 def begin(
     model: nn.Module,
-    layers: Layers,
+    layers: NewLayers,
     sources: Mapping[str, Layer] | None = None,
     *,
     device: torch.device | None = None,
@@ -176,15 +176,15 @@ def begin(
     return Placement(model, shapes, sources, device=device, dtype=dtype, high=high, owned=owned)
 
 
-def end(model: nn.Module, layers: Layers, arrivals: Placement) -> list[str]:
+def end(model: nn.Module, layers: NewLayers, placement: Placement) -> list[str]:
     """Check that all has arrived, tie tensors, and let siblings (q/k/v, gate/up) share their input.
 
     Returns sentences about the forms of MXFP8 layers. Raises ``CheckpointError`` if a weight is
     incomplete, or a tensor is still on meta.
     """
-    arrivals.finish()
+    placement.finish()
     for group in layers.ties:
-        tie(model, group, arrivals.placed)
+        tie(model, group, placement.placed)
     # in no variable, which would hold the weights that are rebased below
     held = itertools.chain(model.named_parameters(), model.named_buffers())
     if absent := [name for name, t in held if t.is_meta]:
@@ -194,19 +194,19 @@ def end(model: nn.Module, layers: Layers, arrivals: Placement) -> list[str]:
             "Pass them too, or create them before loading.",
         )
     experts = {n: cast(ExpertTensors, model.get_submodule(n)) for n in layers.experts}
-    told = mx_forms.settle({**layers.made, **experts}, layers.form)
+    told = mx_forms.set_forms({**layers.made, **experts}, layers.form)
     rebased = (n for n, layer in layers.made.items() if layer.scheme.rebased)
-    arrivals.placed.update(named(name, "weight_exponents") for name in rebased)
+    placement.placed.update(named(name, "weight_exponents") for name in rebased)
     for name, module in experts.items():
-        arrivals.placed.update(named(name, tensor) for _, tensor in module.tensors())
+        placement.placed.update(named(name, tensor) for _, tensor in module.tensors())
     if layers.made:  # FP8 layers of an earlier conversion keep its sharing and fusion
         conversion_siblings.share_inputs(model, layers.groups)
         fusion.fuse_producers(model)
     return told
 
 
-def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype) -> Layers:
-    found = Layers()
+def _layers_on_disk(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype) -> NewLayers:
+    found = NewLayers()
     modules = dict(model.named_modules(remove_duplicate=False))
     names: dict[nn.Module, list[str]] = defaultdict(list)
     for name, module in modules.items():
@@ -264,7 +264,7 @@ def plan_to_load(
     return report
 
 
-def layers_by_plan(model: nn.Module, options: PlanOptions, dtype: torch.dtype) -> Layers:
+def layers_by_plan(model: nn.Module, options: PlanOptions, dtype: torch.dtype) -> NewLayers:
     """Make empty FP8 layers for the layers that a plan selects.
 
     Raises ``ConversionError`` if the scheme is static, and as ``fp8kit.plan`` raises it.
@@ -273,7 +273,7 @@ def layers_by_plan(model: nn.Module, options: PlanOptions, dtype: torch.dtype) -
     refuse_static(scheme)
     report = plan_to_load(model, scheme, options.include, options.exclude, options.strict)
     warn_of_nothing(report)
-    found = Layers(groups=report.groups, form=mx_forms.named_form(scheme))
+    found = NewLayers(groups=report.groups, form=mx_forms.named_form(scheme))
     scheme = scheme.stored
     stacks = stacks_of(model, (r.name for r in report.stacks))
     found.experts = {name: Experts(held, scheme) for name, held in stacks.items()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8kit.checkpoint.dialects import JsonObject, Numbers, text_part
+from fp8kit.checkpoint.dialects import Format, JsonObject, text_part
 from fp8kit.conversion.patterns import matches
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import BLOCK, FLOATS, MX, ROW, TENSOR, GroupShape, Scheme, scale_shape
@@ -92,16 +92,16 @@ def part_widths(name: str, shape: Shape, count: int, config: JsonObject) -> tupl
     return ()
 
 
-def accepted_shapes(shape: Shape, group: GroupShape, numbers: Numbers) -> tuple[Shape, ...]:
+def accepted_shapes(shape: Shape, group: GroupShape, fmt: Format) -> tuple[Shape, ...]:
     """List the shapes in which exporters write the scales of codes of this shape on disk."""
     *stack, rows, cols = shape
-    if numbers.transposed and stack and group == MX:
+    if fmt.transposed and stack and group == MX:
         return (scale_shape((*stack, cols, rows), MX),)
-    if numbers.transposed and stack and group == ROW:
+    if fmt.transposed and stack and group == ROW:
         return (*stack, 1, cols), (*stack, cols, 1)
-    if numbers.transposed and stack and group.rows != group.cols:
+    if fmt.transposed and stack and group.rows != group.cols:
         return ()
-    if numbers.swizzled and group == MX:
+    if fmt.swizzled and group == MX:
         down, across = -(-rows // 128), -(-cols // 128)
         return (32 * down, 16 * across), (128 * down, 4 * across)
     if group == TENSOR:
@@ -118,32 +118,30 @@ def accepted_shapes(shape: Shape, group: GroupShape, numbers: Numbers) -> tuple[
     return wanted, (wanted[0], 1, wanted[1], 1), *whole
 
 
-def granularity(numbers: Numbers, shape: Shape, scale: Kind) -> GroupShape:
+def granularity(fmt: Format, shape: Shape, scale: Kind) -> GroupShape:
     """Return the granularity of a weight's scales: as announced, else by their dtype and shape.
 
     If none fits, it is the likeliest one, and ``scale_problem`` will report it.
     """
-    if numbers.weight is not None:
-        return numbers.weight
+    if fmt.weight is not None:
+        return fmt.weight
     if len(shape) == 2 and len(scale[1]) == 3 and scale[1][1] and shape[1] % scale[1][1] == 0:
         return GroupShape(1, shape[1] // scale[1][1])
     candidates = (MX, BLOCK) if scale[0] in _BYTES else (TENSOR, ROW, BLOCK, MX)
-    fitting = [g for g in candidates if scale[1] in accepted_shapes(shape, g, numbers)]
+    fitting = [g for g in candidates if scale[1] in accepted_shapes(shape, g, fmt)]
     if fitting == [ROW, BLOCK]:  # [1, N] is a row of blocks before it is a row of scales
         return BLOCK
     return fitting[0] if fitting else candidates[0]
 
 
-def scale_problem(
-    name: str, scale: Kind, shape: Shape, numbers: Numbers, announced: bool = True
-) -> str:
+def scale_problem(name: str, scale: Kind, shape: Shape, fmt: Format, announced: bool = True) -> str:
     """Return what is wrong with scales of codes of this shape on disk; empty if nothing is.
 
     A granularity that is not ``announced`` was guessed from the scales.
     """
-    group = numbers.weight
+    group = fmt.weight
     assert group is not None
-    shapes = accepted_shapes(shape, group, numbers)
+    shapes = accepted_shapes(shape, group, fmt)
     dtypes: tuple[torch.dtype, ...] = _BYTES if group == MX else FLOATS
     if group.rows > 1:  # DeepSeek V4 stores powers of two so
         dtypes = (*FLOATS, torch.float8_e8m0fnu)
@@ -157,7 +155,7 @@ def scale_problem(
     elif len(scale[1]) == 1 and len(shape) == 2 and group.rows < 2:
         remedy += " If each part of a fused layer has one: fp8kit.load(dir, widths={name: rows})."
     elif not announced and len(shape) == 2:
-        known = ((g, accepted_shapes(shape, g, numbers)[0]) for g in (TENSOR, ROW, BLOCK, MX))
+        known = ((g, accepted_shapes(shape, g, fmt)[0]) for g in (TENSOR, ROW, BLOCK, MX))
         return teach(
             f"{name} is {scale[0]} of shape {list(scale[1])}, and no config says how fine it is.",
             f"Scales of a weight of {list(shape)} are known without one by their shapes: "

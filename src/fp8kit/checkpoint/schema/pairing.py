@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fp8kit.checkpoint.dialects import Announcement, Dialect, Kinds, Numbers, Source, Spec, detect
+from fp8kit.checkpoint.dialects import Announcement, Dialect, Format, Kinds, Source, Spec, detect
 from fp8kit.checkpoint.schema.layers import Layer as Layer
 from fp8kit.checkpoint.schema.layers import (
     given_widths,
@@ -148,10 +148,10 @@ def _summarize(found: Reading, announced: Announcement, cache: str) -> None:
 
 def _announced_scheme(announced: Announcement) -> Scheme:
     try:
-        numbers = announced.numbers("")
+        fmt = announced.format_of("")
     except CheckpointError:  # it describes each layer, and there is none
-        numbers = Numbers()
-    return numbers.scheme(numbers.weight or TENSOR, False)
+        fmt = Format()
+    return fmt.scheme(fmt.weight or TENSOR, False)
 
 
 def _add_layer(
@@ -207,38 +207,38 @@ def _layer(
     ours, kinds = standard_names(name, parts.stack), source.kinds
     dtype, shape = kinds[parts.weight]
     try:
-        numbers = announced.numbers(name)
+        fmt = announced.format_of(name)
         if _has_k_first(parts.weight, kinds):
-            numbers = replace(numbers, transposed=True)
+            fmt = replace(fmt, transposed=True)
         if name in source.made:  # scales of a small weight fit several granularities
-            numbers = replace(numbers, weight=source.made[name])
+            fmt = replace(fmt, weight=source.made[name])
     except CheckpointError as error:
         found.problems.append(str(error))
-        numbers, sound = Numbers(), False
-    if numbers.unscaled and parts.input_scales:
+        fmt, sound = Format(), False
+    if fmt.unscaled and parts.input_scales:
         parts.input_scales.clear()
         del found.tensors[ours["input_scale"]]
     widths: tuple[int, ...] = ()
     if sound:
         scale = kinds[parts.scales[0]]
-        if numbers.weight in (None, TENSOR) and len(scale[1]) == 1 and scale[0] in FLOATS:
+        if fmt.weight in (None, TENSOR) and len(scale[1]) == 1 and scale[0] in FLOATS:
             try:
                 widths = given_widths(name, shape, scale[1][0], source.widths)
             except CheckpointError as error:
                 found.problems.append(str(error))
             widths = widths or part_widths(name, shape, scale[1][0], source.config)
-        said = numbers.weight is not None
-        numbers = replace(numbers, weight=ROW if widths else granularity(numbers, shape, scale))
+        said = fmt.weight is not None
+        fmt = replace(fmt, weight=ROW if widths else granularity(fmt, shape, scale))
         if not widths:
-            found.problems.append(scale_problem(parts.scales[0], scale, shape, numbers, said))
-    scheme = numbers.scheme(numbers.weight or TENSOR, bool(parts.input_scales))
+            found.problems.append(scale_problem(parts.scales[0], scale, shape, fmt, said))
+    scheme = fmt.scheme(fmt.weight or TENSOR, bool(parts.input_scales))
     if sound:
         first = next(iter(parts.input_scales), "")
         beside = (first, kinds[first]) if first else None
         found.problems.append(
             input_scale_problem(ours["input_scale"], beside, shape, scheme, len(widths))
         )
-    transposed = numbers.transposed and len(shape) == 3
+    transposed = fmt.transposed and len(shape) == 3
     return Layer(
         name,
         scheme,
@@ -247,7 +247,7 @@ def _layer(
         ours["weight_scale"],
         ours["input_scale"] if parts.input_scales else None,
         codes=dtype,
-        swizzled=numbers.swizzled,
+        swizzled=fmt.swizzled,
         transposed=transposed,
         widths=widths,
     )
@@ -261,7 +261,7 @@ def _scales_unset(name: str, parts: Parts, source: Source, announced: Announceme
     dtype, shape = source.kinds.get(named(name, "weight"), (None, ()))
     if parts.weight or source.method != "fp8" or dtype not in FLOATS or len(shape) != 2:
         return False
-    group = announced.numbers(name).weight or TENSOR
+    group = announced.format_of(name).weight or TENSOR
     return group.rows > 1 and (shape[0] % group.rows != 0 or shape[1] % group.cols != 0)
 
 

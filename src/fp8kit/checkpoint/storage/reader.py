@@ -83,7 +83,7 @@ class Checkpoint:
         return floats[0] if floats else torch.bfloat16
 
     @property
-    def announced_alone(self) -> str:
+    def announced_but_dense(self) -> str:
         """Error text for a config that announces a quantization that no weight has; else empty."""
         if self.spec is None or self.layers or self.problems:
             return ""

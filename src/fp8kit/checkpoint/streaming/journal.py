@@ -155,9 +155,9 @@ class UnfinishedConversion:
             return read_json(self._journal)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{self._journal} is damaged.",
+                f"{self._journal} is damaged, or cannot be opened.",
                 "A run that was interrupted is continued by what it says.",
-                f"Start anew: rm -r {shlex.quote(str(self.home))}",
+                f"Look at its permissions. Start anew: rm -r {shlex.quote(str(self.home))}",
             ) from error
 
     def _write(self, content: JsonObject) -> None:

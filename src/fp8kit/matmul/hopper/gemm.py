@@ -165,7 +165,7 @@ def _plan(
     shape = (x.shape[0], w.shape[0], w.shape[1])
     facts = (device_record(x.device.index), block_scales, problem.out_dtype.itemsize)
     if config is not None:
-        return _planned(config, shape, *facts)
+        return _make_plan(config, shape, *facts)
     return _chosen_plan(shape, *facts, x.dtype in _QUANTIZED_DTYPES)
 
 
@@ -180,10 +180,10 @@ def _chosen_plan(
     config = (choose_quantizing if quantize else choose)(*shape, device, block_scales)
     if config is None:
         return None
-    return _planned(config, shape, device, block_scales, out_bytes)
+    return _make_plan(config, shape, device, block_scales, out_bytes)
 
 
-def _planned(
+def _make_plan(
     config: TileConfig,
     shape: tuple[int, int, int],
     device: Device,

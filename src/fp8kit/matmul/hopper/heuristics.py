@@ -146,7 +146,7 @@ def candidates(problem: Shape, device: Device, block_scales: bool) -> list[TileC
             )
             for swap_ab, cols in ((False, MAX_PIPELINED_COLS), (True, even))
         ]
-    return [_deepest(outline, device, block_scales) for outline in outlines]
+    return [_with_most_stages(outline, device, block_scales) for outline in outlines]
 
 
 def most_pipelined_steps(k: int) -> int:
@@ -188,7 +188,7 @@ def _choose_few_rows(mma_n: int, n: int, k: int, device: Device, block_scales: b
         pipelined_steps(k, split),
         blocks_per_sm=blocks_per_sm,
     )
-    config = _deepest(outline, device, block_scales)
+    config = _with_most_stages(outline, device, block_scales)
     # blocks that leave SMs idle keep the memory busy with one load more each
     few_blocks = 5 * config.grid(mma_n, n, device) < 4 * device.sm_count * blocks_per_sm
     long = -(-k // TILE_K) >= 24 * split
@@ -230,7 +230,7 @@ class _Outline(NamedTuple):
 
 
 @functools.cache
-def _deepest(outline: _Outline, device: Device, block_scales: bool) -> TileConfig:
+def _with_most_stages(outline: _Outline, device: Device, block_scales: bool) -> TileConfig:
     """Return the outline with as many stages, then epilogue buffers, as there is room for."""
     layout = outline.layout
     one = layout.warpgroups == 3 or outline.blocks_per_sm > 1 or layout.mma_n > MAX_PIPELINED_COLS

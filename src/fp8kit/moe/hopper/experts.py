@@ -30,8 +30,8 @@ from fp8kit.moe.hopper.launches import (
     Launch,
     Rows,
     Sorted,
-    few,
     gathers,
+    has_few_pairs,
     integers,
     pointers,
     row_pitch,
@@ -231,8 +231,8 @@ def _quantization(call: Call, rows: Rows) -> list[Launch]:
     tokens, vectors = x.shape[0], problem.hidden // VECTOR
     how = (SCALES[rows.group], config.tokens, x.dtype)
     sizes = (gathers(call), -(-vectors // THREADS), *how)
-    variants = [PairsVariant(THREADS, 1, int(few(call)), True, *sizes)]
-    if not few(call):
+    variants = [PairsVariant(THREADS, 1, int(has_few_pairs(call)), True, *sizes)]
+    if not has_few_pairs(call):
         cluster = 1 if ids.numel() <= PAIRS_OF_BLOCK else SORT_CLUSTER
         variants.insert(0, PairsVariant(SORT_THREADS, cluster, 2, False, False, 1, *how))
     arguments = (
@@ -264,7 +264,7 @@ def _sum(call: Call, products: Tensor, y: Tensor) -> Launch:
         *pointers(products, call.found.row_of_pair, call.operands.weights, y),
         *integers(call.problem.top_k, vectors),
     )
-    kernel = _combine_kernel(threads, _AT_ONCE[few(call)], y.dtype, y.device.index)
+    kernel = _combine_kernel(threads, _AT_ONCE[has_few_pairs(call)], y.dtype, y.device.index)
     return Launch(kernel, y.shape[0] * -(-vectors // threads), arguments)
 
 

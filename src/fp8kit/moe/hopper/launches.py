@@ -57,7 +57,7 @@ class Launch(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-def few(call: Call) -> bool:
+def has_few_pairs(call: Call) -> bool:
     """Return whether each block sorts all pairs for itself."""
     return call.operands.ids.numel() <= FEW_PAIRS
 
@@ -67,7 +67,7 @@ def gathers(call: Call) -> bool:
 
     A gather copies a row for each 128 of I, which slows large tiles, whose time is that of MMAs.
     """
-    if few(call):
+    if has_few_pairs(call):
         return False
     return call.config.copies_rows or call.problem.intermediate <= _MOST_GATHERED * GROUP128.cols
 

@@ -42,22 +42,22 @@ def serves(problem: ExpertsProblem) -> bool:
 
 def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
     """Compute a layer of experts for one token; operands have the layouts that kernels load."""
-    x, ids, built = operands.x, operands.ids, variant(operands, problem)
+    x, ids, chosen = operands.x, operands.ids, variant(operands, problem)
     with torch.cuda.device(x.device):
         h = x.new_empty(ids.numel(), problem.intermediate, dtype=torch.float32)
         y = x.new_empty(x.shape)
         # the second kernel reads routes and weights before the first has ended: every block of the
         # first waits for all earlier kernels, and only then lets the second start
         for kernel, blocks, arguments in (
-            _gates_and_ups(operands, problem, built, h),
-            _downs(operands, problem, built, h, y),
+            _gates_and_ups(operands, problem, chosen, h),
+            _downs(operands, problem, chosen, h, y),
         ):
             kernel.launch(blocks, arguments, overlap=True)
     return y
 
 
 def _gates_and_ups(
-    operands: ExpertOperands, problem: ExpertsProblem, built: OneTokenVariant, h: Tensor
+    operands: ExpertOperands, problem: ExpertsProblem, chosen: OneTokenVariant, h: Tensor
 ) -> Launch:
     x, w, _, ids, _ = operands
     assert problem.x_group is not None
@@ -72,12 +72,12 @@ def _gates_and_ups(
         *(ctypes.c_float(v) for v in (act.limit or 0.0, act.alpha, act.up_offset)),
         *pointers(h),
     )
-    kernel = _gates_kernel(built, gate_bytes(problem), x.device.index)
+    kernel = _gates_kernel(chosen, gate_bytes(problem), x.device.index)
     return Launch(kernel, ids.numel() * (inner // _ROWS), arguments)
 
 
 def _downs(
-    operands: ExpertOperands, problem: ExpertsProblem, built: OneTokenVariant, h: Tensor, y: Tensor
+    operands: ExpertOperands, problem: ExpertsProblem, chosen: OneTokenVariant, h: Tensor, y: Tensor
 ) -> Launch:
     _, _, w, ids, weights = operands
     arguments = (
@@ -87,7 +87,7 @@ def _downs(
         *_weights(w, problem),
         *pointers(y),
     )
-    kernel = _downs_kernel(built, down_bytes(problem), y.device.index)
+    kernel = _downs_kernel(chosen, down_bytes(problem), y.device.index)
     return Launch(kernel, min(problem.hidden // _ROWS, kernel.most_blocks), arguments)
 
 
@@ -134,12 +134,12 @@ def down_bytes(problem: ExpertsProblem) -> int:
 
 
 @functools.cache
-def _gates_kernel(built: OneTokenVariant, shared: int, device: int) -> cuda_launch.Kernel:
-    source, place = one_token_source(built, "gates_and_ups"), torch.device("cuda", device)
+def _gates_kernel(chosen: OneTokenVariant, shared: int, device: int) -> cuda_launch.Kernel:
+    source, place = one_token_source(chosen, "gates_and_ups"), torch.device("cuda", device)
     return cuda_launch.Kernel(source, "gates_and_ups", 32 * _GATE_WARPS, 1, shared, place)
 
 
 @functools.cache
-def _downs_kernel(built: OneTokenVariant, shared: int, device: int) -> cuda_launch.Kernel:
-    source, place = one_token_source(built, "downs"), torch.device("cuda", device)
-    return cuda_launch.Kernel(source, "downs", 32 * built.down_warps, 1, shared, place)
+def _downs_kernel(chosen: OneTokenVariant, shared: int, device: int) -> cuda_launch.Kernel:
+    source, place = one_token_source(chosen, "downs"), torch.device("cuda", device)
+    return cuda_launch.Kernel(source, "downs", 32 * chosen.down_warps, 1, shared, place)

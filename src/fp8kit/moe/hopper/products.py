@@ -16,8 +16,8 @@ from fp8kit.moe.hopper.launches import (
     Call,
     Launch,
     Rows,
-    few,
     gathers,
+    has_few_pairs,
     integers,
     layer_variant,
     pointers,
@@ -34,7 +34,7 @@ def multiply(call: Call, rows: Rows, h: Rows, products: Tensor) -> list[Launch]:
 
     They write the intermediate to ``h``, and the rows of pairs, ``[M * k, H]``, to ``products``.
     """
-    if call.config.one_kernel and few(call):
+    if call.config.one_kernel and has_few_pairs(call):
         return [_product(call, rows, h, products, Products.BOTH)]
     call = call._replace(config=replace(call.config, narrow=False))
     return [_product(call, rows, h, products, each) for each in (Products.FIRST, Products.SECOND)]
@@ -45,7 +45,8 @@ def _product(call: Call, rows: Rows, h: Rows, products: Tensor, which: Products)
     device = x.device.index
     pairs, experts = ids.numel(), problem.experts
     variant = Variant(
-        which, Products.FIRST in which and few(call), which == Products.FIRST and gathers(call),
+        which, Products.FIRST in which and has_few_pairs(call),
+        which == Products.FIRST and gathers(call),
         rows.group == GROUP128, h.group == GROUP128, layer_variant(call.operands, problem),
     )  # fmt: skip
     kernel = _grouped_kernel(config, variant, device)
