@@ -310,9 +310,30 @@ def test_a_norm_of_torch_without_epsilon_is_accepted_and_one_without_weight_is_r
     assert fp8kit.convert(model, fuse=rules).fused == ["norm"]
     bare = nn.ModuleDict({"norm": nn.RMSNorm(128, elementwise_affine=False), **layers})
     with pytest.raises(
-        ConversionError, match=r"RMSNorm\) before an arrow\. RMS norms .*_epsilon or eps or epsilon"
+        ConversionError, match=r"RMSNorm\) before an arrow\. .*_epsilon or eps or epsilon; an RMS"
     ):
         fp8kit.plan(bare, fuse=rules)
+
+
+class OwnNorm(nn.Module):
+    """An RMS norm that computes in fp32, or in the dtype of its input."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.weight, self.eps, self.dtype = nn.Parameter(torch.ones(128)), 1e-6, dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.to(self.dtype or x.dtype)
+        return (y * (y.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()).to(x.dtype) * self.weight
+
+
+def test_a_norm_of_ones_own_computes_in_fp32() -> None:
+    layers = {"q": nn.Linear(128, 128), "k": nn.Linear(128, 128)}
+    rules = {"": ["norm -> q k"]}
+    model = nn.ModuleDict({"norm": OwnNorm(torch.float32), **layers})
+    assert fp8kit.convert(model, fuse=rules).fused == ["norm"]
+    with pytest.raises(ConversionError, match="an RMS norm has a weight, and computes in fp32"):
+        fp8kit.plan(nn.ModuleDict({"norm": OwnNorm(None), **layers}), fuse=rules)
 
 
 @pytest.mark.usefixtures("fuses_on_cpu")

@@ -174,7 +174,8 @@ def run(case: Case) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...
         return fused_triton.layer_norm(*arguments), fused_reference.layer_norm(*arguments)
     x = guarded(m, k, dtype, False)
     if kernel in ("gated", "activation"):
-        t, kind = target(ROW if turn % 3 else FUSED_GROUPS[turn // 3 % 4]), ACTIVATIONS[turn % 3]
+        t = target(ROW if turn % 3 else FUSED_GROUPS[turn // 3 % 4])
+        kind = ACTIVATIONS[turn % len(ACTIVATIONS)]
         up = guarded(m, k, dtype, False) if kernel == "gated" else None
         act = applied(kind, x)
         expected = fused_reference.quantized(act if up is None else act * up, t)

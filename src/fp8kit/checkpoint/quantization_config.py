@@ -68,9 +68,10 @@ def warn_of_stacks(names: Sequence[str]) -> None:
     if names:
         warnings.warn(
             f"{some_of(names)} are written as stacks of codes, which fp8kit.load reads and no "
-            "engine is known to: they have biases, gates that alternate with ups, a gate of their "
-            "own, or blocks that reach from gates into ups. For an engine, exclude these experts "
-            "when converting; convert_checkpoint writes them dense with unfit='dequantize'.",
+            "engine is known to: they have other names than gate_up_proj, up_proj and down_proj, "
+            "biases, gates that alternate with ups, a gate of their own, or blocks that reach from "
+            "gates into ups. For an engine, exclude these experts when converting; "
+            "convert_checkpoint writes them dense with unfit='dequantize'.",
             stacklevel=4,
         )
 

@@ -54,9 +54,9 @@ def user_links(
         if link.producer is not None and not known:
             raise ConversionError(
                 f"Got {link.source} ({type(producer).__name__}) before an arrow.",
-                "RMS norms with a weight and layer norms, of one tensor each and along one "
-                f"dimension, with the epsilon in {' or '.join(fusible_modules.EPSILONS)}, SiLU and "
-                "GELU can write FP8.",
+                "SiLU, GELU, layer norms and RMS norms can write FP8, norms of one tensor, along "
+                f"one dimension, with the epsilon in {' or '.join(fusible_modules.EPSILONS)}; an "
+                "RMS norm has a weight, and computes in fp32 (x.float()).",
                 "Name one of these, or only the layers, which then share their input.",
             )
     if run is not None:

@@ -6,6 +6,8 @@ There are two spellings: SGLang and Transformers read ``weight_scale_inv``, vLLM
 
 from __future__ import annotations
 
+import functools
+
 from fp8kit.checkpoint.dialects import base
 from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, JsonObject, Source, Spec
 from fp8kit.formats import MX, SCHEMES
@@ -29,11 +31,11 @@ def _parse(source: Source) -> Announcement:
     return Announcement(lambda _: Format(MX, MX), ignore)
 
 
-def _render(spec: Spec) -> JsonObject:
+def _render(dialect: str, spec: Spec) -> JsonObject:
     if spec.others or spec.scheme != SCHEMES["MXFP8"]:
         raise base.unwritable(
             spec,
-            "mxfp8",
+            dialect,
             "This dialect holds MX weights and activations, everywhere the same.",
             "Write dialect compressed-tensors, or quantize the original to MXFP8.",
         )
@@ -50,7 +52,8 @@ MXFP8_INVERSE = Dialect(
     "mxfp8",
     lambda source: _detect(source) and not source.has(".weight_scale"),
     _parse,
-    _render,
+    functools.partial(_render, "mxfp8"),
     {"weight_scale": "weight_scale_inv"},
 )
-MXFP8_PLAIN = Dialect("mxfp8-weight-scale", _detect, _parse, _render)
+_PLAIN = "mxfp8-weight-scale"
+MXFP8_PLAIN = Dialect(_PLAIN, _detect, _parse, functools.partial(_render, _PLAIN))
