@@ -154,10 +154,12 @@ class UnfinishedConversion:
         try:
             return read_json(self._journal)
         except CheckpointError as error:
+            if isinstance(error.__cause__, OSError):  # which is no damage, and has its own remedy
+                raise
             raise CheckpointError(
-                f"{self._journal} is damaged, or cannot be opened.",
+                f"{self._journal} is damaged.",
                 "A run that was interrupted is continued by what it says.",
-                f"Look at its permissions. Start anew: rm -r {shlex.quote(str(self.home))}",
+                f"Start anew: rm -r {shlex.quote(str(self.home))}",
             ) from error
 
     def _write(self, content: JsonObject) -> None:
