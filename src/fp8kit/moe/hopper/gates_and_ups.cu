@@ -20,6 +20,7 @@ extern "C" __global__ void __launch_bounds__(32 * GATE_WARPS) gates_and_ups(
     barrier_init(shared(&arrived), 1);
     barrier_init_fence();
   }
+  __syncwarp();  // racecheck asks for it between the barrier and the copy that arrives there
   // `downs` starts when all blocks have waited here, so it reads the results of earlier kernels without a wait
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
   const int expert = Routes{ids, id_bytes, PAIRS, experts}.expert(pair);
