@@ -249,6 +249,10 @@ def test_tokens_on_a_gpu(padded: bool, model: Any) -> None:
         found = model.generate(IDS.cuda(), **options)
         first = found.logits[1], expected.logits[1].double()  # by the same tokens
         assert relative_error(*first) < 0.1
-    for layer in model.model.layers:
-        cache = transformers_attention._replays[layer.self_attn]
-        assert any(entry.recording is not None for entry in cache.values())
+    caches = transformers_attention._replays.items()
+    repeating = {
+        module.layer_idx
+        for module, cache in caches
+        if module.config is model.config and any(e.recording for e in cache.values())
+    }
+    assert repeating == set(range(len(model.model.layers)))

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.modules.fused_producers import FusedGatedMlp, FusedNorm
+from fp8kit.modules.joining import MOST_JOINED_ROWS
+from fp8kit.modules.layer_replay import LayerReplay, find_replay, parts_of
 from fp8kit.modules.own_forward import ModuleForward, is_unchanged, set_forward, settings
 from fp8kit.modules.trials import isolated_copy, on_trial, set_training
 
 _PROBE_WIDTH = 8
+_MOST_SHAPES = 8  # of inputs whose replays a layer keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,23 @@ class Flow:
         y = _normed(children, self.after_attention, y)
         y, total = self.feed_forward(layer, y, x)
         return total + _normed(children, self.after_mlp, y)
+
+    def replay(
+        self, layer: nn.Module, x: Tensor, kwargs: dict[str, Any], found: LayerReplay
+    ) -> Tensor | None:
+        """Compute ``run`` by the recordings of an earlier call; ``None`` if something changed."""
+        children = layer._modules
+        parts = parts_of(children, self.read_norms, x)
+        if parts is None or not found.fits(parts, x):
+            return None
+        y = _normed(children, self.after_attention, found.attention(parts, x, kwargs))
+        y, total = found.feed_forward(y, x) or self.feed_forward(layer, y, x)
+        return total + _normed(children, self.after_mlp, y)
+
+    @property
+    def read_norms(self) -> tuple[str, str]:
+        """The names of the norms whose results FP8 layers read."""
+        return self.before_attention, self.before_mlp
 
     def feed_forward(self, layer: nn.Module, x: Tensor, residual: Tensor) -> list[Tensor]:
         """Return ``mlp(norm(residual + x))`` and the sum, by one recording where permitted."""
@@ -84,26 +104,53 @@ class ResidualForward(ModuleForward):
     Where nothing can be fused, the ``forward`` of the class computes.
     """
 
-    settings: Mapping[str, object] = {}  # for files of older versions, which lack them
+    # for files of older versions, which lack them
+    settings: Mapping[str, object] = {}
+    _replays: Mapping[torch.Size, LayerReplay] = {}
 
     def __init__(self, layer: nn.Module, flow: Flow) -> None:
         super().__init__(layer)
         self.flow = flow
         self.defaults = _arguments(layer)
         self.settings = settings(layer)
+        self._replays = {}
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute the layer."""
         layer = self._ref() or self.module
         # first, because torch.compile guards on every attribute that is read before this return
-        if torch.compiler.is_compiling() or args or not self._may_fuse(layer, hidden_states):
+        if torch.compiler.is_compiling() or args or not self._is_known(layer):
             return type(layer).forward(layer, hidden_states, *args, **kwargs)
-        return self.flow.run(layer, hidden_states, {**self.defaults, **kwargs})
-
-    def _may_fuse(self, layer: nn.Module, hidden_states: Tensor) -> bool:
+        passed = {**self.defaults, **kwargs}
+        plain = type(hidden_states) is Tensor  # the shape of a traced one may not be hashable
+        found = self._replays.get(hidden_states.shape) if plain else None
+        if found is not None:
+            y = self.flow.replay(layer, hidden_states, passed, found)
+            if y is not None:
+                return y
         norm = layer._modules[self.flow.before_mlp]
-        same = type(layer).forward is self.code and is_unchanged(layer, self.settings)
-        return same and isinstance(norm, FusedNorm) and norm.may_fuse(hidden_states)
+        if not isinstance(norm, FusedNorm) or not norm.may_fuse(hidden_states):
+            return type(layer).forward(layer, hidden_states, **kwargs)
+        y = self.flow.run(layer, hidden_states, passed)
+        self._keep(layer, hidden_states)
+        return y
+
+    def _keep(self, layer: nn.Module, x: Tensor) -> None:
+        """Keep what the next call with this shape may replay."""
+        if x.numel() > MOST_JOINED_ROWS * x.shape[-1]:
+            return
+        kept = {shape: found for shape, found in self._replays.items() if shape != x.shape}
+        found = find_replay(layer._modules, self.flow.read_norms, x)
+        if found is not None:
+            kept[x.shape] = found
+        self._replays = dict([*kept.items()][-_MOST_SHAPES:])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what replays: addresses belong to the original."""
+        return {**super().__getstate__(), "_replays": {}}
+
+    def _is_known(self, layer: nn.Module) -> bool:
+        return type(layer).forward is self.code and is_unchanged(layer, self.settings)
 
 
 def install_residual_forwards(layers: Iterable[nn.Module]) -> None:

@@ -355,7 +355,7 @@ class FusedGatedMlp(Fused):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute ``[..., K]`` from ``[..., K]``."""
-        layers = None if kwargs or len(args) != 1 else self._layers(*args)
+        layers = None if kwargs or len(args) != 1 else self.layers(*args)
         if layers is None:
             return self.unfused(*args, **kwargs)
         gate_proj, up_proj, down = layers
@@ -367,17 +367,22 @@ class FusedGatedMlp(Fused):
 
         All launches are one recording; ``None`` where that is not permitted.
         """
-        layers = None if is_watched(self) else self._layers(*call.inputs)
-        if layers is None:
-            return None
-        gate, up, down = layers
-        members = group.members
-        if members != [gate, up]:
-            return None
-        width, options = members[0].out_features, members[0].options()
-        return group.multiply(gated_codes(self.kind, call, width, options, down.scheme), down)
+        found = self.gated(call, group)
+        return None if found is None else group.multiply(*found)
 
-    def _layers(self, *inputs: Tensor) -> tuple[nn.Module, nn.Module, Fp8Linear] | None:
+    def gated(self, call: CodesCall, group: SharedInput) -> tuple[CodesCall, Fp8Linear] | None:
+        """Return a call that makes codes of ``call``'s, and the layer that reads them.
+
+        ``None`` if the formula may not hold, or ``group`` is not that of the other layers.
+        """
+        layers = None if is_watched(self) else self.layers(*call.inputs)
+        if layers is None or group.members != [*layers[:2]]:
+            return None
+        gate, down = group.members[0], layers[2]
+        width, options = gate.out_features, gate.options()
+        return gated_codes(self.kind, call, width, options, down.scheme), down
+
+    def layers(self, *inputs: Tensor) -> tuple[nn.Module, nn.Module, Fp8Linear] | None:
         """Return the gate, up and down projections; ``None`` if the formula may not hold."""
         if not self.may_compute(*inputs):
             return None

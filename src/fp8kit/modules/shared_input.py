@@ -45,6 +45,7 @@ from fp8kit.ops.operators import CodesCall, RowCodes
 from fp8kit.ops.transforms import is_transformed
 from fp8kit.runtime.joined_memory import as_one
 from fp8kit.runtime.replay_cache import (
+    Found,
     Operands,
     Operator,
     Options,
@@ -196,7 +197,7 @@ class SharedInput:
             return others
         y, *others = found
         members = self.members
-        parts = zip(members, self._split(y, members), strict=True)
+        parts = zip(members, self.split(y, members), strict=True)
         results: Results = {id(m): (part, OFFERED) for m, part in parts}
         self._pending = Pending(stand_in, None, results, stream=stream_of(stand_in))
         return others
@@ -214,8 +215,7 @@ class SharedInput:
         for layer in (*members, reader):
             if layer.original_weight is not None:
                 follow_original(layer)
-        after = () if last is None else last.operands()[:3]
-        operator, options = call.then_multiply(reader.options())
+        operator, options, after = _of_codes(call, reader, last)
         step = (operator, call.inputs, options)
         found: list[Tensor] | None = self._replay(*step, members, call.constants, after)
         if found is None:
@@ -226,6 +226,13 @@ class SharedInput:
             members[0].check_input(call.inputs[0])
             found = self._multiply(*step, call.constants, after)
         return found
+
+    def recorded(self, call: CodesCall, last: Fp8Linear | None = None) -> Found | None:
+        """Return the recording that ``multiply`` would replay; ``None`` if there is none."""
+        members = self.members
+        operator, options, after = _of_codes(call, members[0] if last is None else last, last)
+        guarded = (*call.constants, *all_operands(members), *after)
+        return self.replays.find(operator, call.inputs, guarded, options)
 
     def _quantized_once(self, member: Fp8Linear, x: Tensor) -> Tensor:
         codes = member.quantize_input(x)
@@ -294,7 +301,8 @@ class SharedInput:
         if torch.cuda.is_current_stream_capturing():
             self._captured = True
 
-    def _split(self, y: Tensor, members: Sequence[Fp8Linear]) -> tuple[Tensor, ...]:
+    def split(self, y: Tensor, members: Sequence[Fp8Linear]) -> tuple[Tensor, ...]:
+        """Return each member's columns of a joined result."""
         # takes half the time of torch.split; parts are no views, so callers may write to them
         sizes = [m.out_features for m in members]
         parts: tuple[Tensor, ...] = y.unsafe_split_with_sizes(sizes, -1)
@@ -302,7 +310,7 @@ class SharedInput:
 
     def _keep(self, x: Tensor, y: Tensor, members: Sequence[Fp8Linear]) -> Tensor:
         """Return the first member's part of a joined result; keep the others for their calls."""
-        first, *rest = self._split(y, members)
+        first, *rest = self.split(y, members)
         stream = stream_of(x)
         results: Results = {
             id(m): (part, weight_state(m, stream))
@@ -326,7 +334,7 @@ class SharedInput:
         for m in others:
             if m.options() != same or m.scale_ub != bound:
                 return None
-        guarded = (*before, *_all_operands(members), *after)
+        guarded = (*before, *all_operands(members), *after)
         return self.replays.replay(operator, inputs, guarded, options)
 
     def _multiply(
@@ -352,7 +360,7 @@ class SharedInput:
         if operator is operators.LINEAR:
             constants += [None, self.members[0].operands()[4]]
         constants += after
-        guarded = (*before, *_all_operands(self.members), *after)
+        guarded = (*before, *all_operands(self.members), *after)
         return self.replays.run(operator, inputs, constants, options, guarded)
 
     def _joined(self, name: str) -> Tensor:
@@ -381,7 +389,15 @@ class SharedInput:
         return [m.codes if name == "weight" else getattr(m, name) for m in self.members]
 
 
-def _all_operands(members: Sequence[Fp8Linear]) -> list[Tensor | None]:
+def _of_codes(
+    call: CodesCall, reader: Fp8Linear, last: Fp8Linear | None
+) -> tuple[Operator, Options, Operands]:
+    """Return operator, options and last constants of a call whose codes ``reader`` multiplies."""
+    after = () if last is None else last.operands()[:3]
+    return *call.then_multiply(reader.options()), after
+
+
+def all_operands(members: Sequence[Fp8Linear]) -> list[Tensor | None]:
     """Return the operands of layers, on which a recording of their joined product depends."""
     held: list[Tensor | None] = []
     for m in members:

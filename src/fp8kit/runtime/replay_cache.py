@@ -21,7 +21,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,19 @@ class Entry:
     single: bool
 
 
+class Found(NamedTuple):
+    """A recording of ``operator`` with ``options``, and the key that it is found by."""
+
+    operator: Operator
+    options: Options
+    key: Key
+    recording: Recording
+
+    def fits(self, *inputs: Tensor) -> bool:
+        """Return whether the recording takes these inputs, if the guards of its constants hold."""
+        return are_plain(inputs) and key(self.operator, inputs, self.options) == self.key
+
+
 class ReplayCache(dict[Key, Entry]):
     """Calls of one owner, by key; copies and pickles of it are empty."""
 
@@ -128,6 +141,16 @@ class ReplayCache(dict[Key, Entry]):
             return None
         results = entry.recording(*inputs)
         return results[0] if entry.single else results
+
+    def find(
+        self, operator: Operator, inputs: Sequence[Tensor], constants: Operands, options: Options
+    ) -> Found | None:
+        """Return what ``replay`` would replay, for a caller that checks the guards by itself."""
+        at = key(operator, inputs, options)
+        entry = self.get(at)
+        if entry is None or entry.recording is None or entry.guards != guards(constants):
+            return None
+        return Found(operator, options, at, entry.recording)
 
     def run(
         self,

@@ -1,0 +1,331 @@
+"""Decoder layers that are replayed behind one check, with attention's own code in between."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+import fp8kit
+from fp8kit.modules.fused_producers import FusedGatedMlp
+from numerics import assert_bits_equal
+from recorded_calls import CpuBackends, install
+from tiny_experts import SIZES
+
+CALLS = 4  # the first two compute and record; then a layer is replayed
+
+
+class Telling(LlamaAttention):
+    """Tells of each call whether its query projection is a module, and keeps state of its own."""
+
+    called = 0
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        told.append(isinstance(self.q_proj, nn.Module))
+        assert self.q_proj.in_features == 128
+        self.called += 1
+        return super().forward(hidden_states, **kwargs)
+
+
+told: list[bool] = []
+
+
+@pytest.fixture
+def backends(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
+    del told[:]
+    return install(monkeypatch)
+
+
+def tiny(kind: Any = LlamaForCausalLM, config: Any = LlamaConfig) -> Any:
+    torch.manual_seed(0)
+    return kind(config(**SIZES)).bfloat16().eval()
+
+
+@pytest.fixture
+def model(backends: CpuBackends) -> Any:
+    model = tiny()
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Telling
+    fp8kit.convert(model)
+    return model
+
+
+@torch.no_grad()
+def run(model: Any, tokens: int = 1, **options: Any) -> Tensor:
+    logits: Tensor = model(
+        input_ids=torch.arange(1, 1 + tokens)[None], use_cache=False, **options
+    ).logits
+    return logits
+
+
+def decoded(model: Any, steps: int) -> Tensor:
+    """Return the logits of single tokens behind a prompt of three, with a cache."""
+    cache = DynamicCache(config=model.config)
+    found = [run_with(model, cache, 3)[:, -1]]
+    found += [run_with(model, cache, 1)[:, -1] for _ in range(steps)]
+    return torch.stack(found)
+
+
+@torch.no_grad()
+def run_with(model: Any, cache: DynamicCache, tokens: int) -> Tensor:
+    logits: Tensor = model(
+        input_ids=torch.arange(5, 5 + tokens)[None], past_key_values=cache, use_cache=True
+    ).logits
+    return logits
+
+
+def is_replayed(model: Any, **options: Any) -> bool:
+    """Return whether the layers of the next call are replayed; some or none is an error."""
+    del told[:]
+    run(model, **options)
+    (modules,) = set(told)
+    return not modules
+
+
+def test_the_third_call_is_replayed_with_the_same_bits(model: Any) -> None:
+    first = run(copy.deepcopy(model))
+    assert [is_replayed(model) for _ in range(4)] == [False, False, True, True]
+    assert_bits_equal(run(model), first)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), [(LlamaForCausalLM, LlamaConfig), (Qwen3ForCausalLM, Qwen3Config)]
+)
+def test_a_growing_cache_is_read(kind: Any, config: Any, backends: CpuBackends) -> None:
+    together = tiny(kind, config)
+    separate = copy.deepcopy(together)
+    fp8kit.convert(together)
+    fp8kit.convert(separate, fuse="none")
+    assert_bits_equal(decoded(together, 12), decoded(separate, 12))
+    backends.calls.clear()
+    assert_bits_equal(decoded(together, 3), decoded(separate, 3))
+
+
+def another_projection(layer: Any) -> None:
+    layer.self_attn.k_proj = copy.deepcopy(layer.self_attn.k_proj)
+    layer.self_attn.k_proj.weight_scale.mul_(0.5)
+
+
+def dense_projection(layer: Any) -> None:
+    layer.self_attn.v_proj = layer.self_attn.v_proj.to_linear()
+
+
+def written_projection(layer: Any) -> None:
+    bits = layer.self_attn.v_proj.weight.view(torch.uint8)
+    bits.copy_(bits.flip(0))
+
+
+def moved_projection(layer: Any) -> None:
+    layer.self_attn.v_proj.weight.data = layer.self_attn.k_proj.weight.data.clone()
+
+
+def another_gain(layer: Any) -> None:
+    layer.input_layernorm.weight = nn.Parameter(torch.full((128,), 0.5).bfloat16())
+
+
+def hook_on_attention(layer: Any) -> None:
+    layer.self_attn.register_forward_hook(lambda m, args, y: (y[0] * 2, y[1]))
+
+
+def hook_on_a_projection(layer: Any) -> None:
+    layer.self_attn.v_proj.register_forward_hook(lambda m, args, y: y * 2)
+
+
+def hook_on_the_norm(layer: Any) -> None:
+    layer.input_layernorm.register_forward_hook(lambda m, args, y: y * 2)
+
+
+def hook_on_the_output(layer: Any) -> None:
+    layer.self_attn.o_proj.register_forward_hook(lambda m, args, y: y * 2)
+
+
+def another_setting(layer: Any) -> None:
+    layer.self_attn.scaling *= 4
+
+
+def another_option(layer: Any) -> None:
+    layer.self_attn.v_proj.scale_ub = 0.01
+
+
+def another_dtype(layer: Any) -> None:
+    attention = layer.self_attn
+    for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+        projection.out_dtype = torch.float32
+    attention.o_proj.out_dtype = torch.bfloat16
+
+
+def hook_on_the_feed_forward(layer: Any) -> None:
+    layer.mlp.register_forward_hook(lambda m, args, y: y * 2)
+
+
+def another_attention(layer: Any) -> None:
+    layer.self_attn = copy.deepcopy(layer.self_attn)
+    layer.self_attn.v_proj.weight_scale.mul_(0.5)
+
+
+def another_feed_forward_of_the_same_weights(layer: Any) -> None:
+    plain = copy.copy(layer.mlp)
+    vars(plain)["_modules"] = {**dict(plain.named_children()), "act_fn": nn.GELU()}
+    layer.mlp = FusedGatedMlp(plain, "gelu")
+
+
+class Louder(Telling):
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        y, weights = super().forward(hidden_states, **kwargs)
+        return y * 2, weights
+
+
+def another_class(layer: Any) -> None:
+    layer.self_attn.__class__ = Louder
+
+
+def forward_on_the_instance(layer: Any) -> None:
+    attention = layer.self_attn
+    attention.forward = lambda **kwargs: (type(attention).forward(attention, **kwargs)[0] * 2, None)
+
+
+CHANGES = (
+    another_projection,
+    dense_projection,
+    written_projection,
+    moved_projection,
+    another_gain,
+    hook_on_attention,
+    hook_on_a_projection,
+    hook_on_the_norm,
+    hook_on_the_output,
+    another_setting,
+    another_option,
+    another_dtype,
+    hook_on_the_feed_forward,
+    another_attention,
+    another_feed_forward_of_the_same_weights,
+    another_class,
+    forward_on_the_instance,
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_replay_follows_the_layer(change: Callable[[Any], None], model: Any) -> None:
+    before = [run(model, 2) for _ in range(CALLS)][-1]
+    with torch.no_grad():
+        for layer in model.model.layers:
+            change(layer)
+    fresh = copy.deepcopy(model) if change is not forward_on_the_instance else None
+    expected = run(model if fresh is None else fresh, 2)
+    assert expected.isfinite().all()
+    assert not torch.equal(expected, before)
+    for _ in range(CALLS):
+        assert_bits_equal(run(model, 2), expected)
+
+
+@pytest.mark.parametrize("part", ["mlp.gate_proj", "mlp.down_proj", "self_attn.q_proj"])
+def test_a_kept_weight_is_followed(part: str, backends: CpuBackends) -> None:
+    model = tiny()
+    fp8kit.convert(model, weight_storage="keep")
+    before = [run(model, 2) for _ in range(CALLS)][-1]
+    with torch.no_grad():
+        model.model.layers[0].get_submodule(part).original_weight.mul_(-2)
+    expected = run(copy.deepcopy(model), 2)
+    assert not torch.equal(expected, before)
+    assert_bits_equal(run(model, 2), expected)
+
+
+def test_modes_and_shapes_are_told_apart(model: Any) -> None:
+    expected = {tokens: run(model, tokens) for tokens in (1, 2, 3)}
+    for _ in range(CALLS):
+        for tokens, logits in expected.items():
+            assert_bits_equal(run(model, tokens), logits)
+    assert is_replayed(model)
+    with torch.autocast("cpu", torch.float16):
+        assert not is_replayed(model)
+    x = torch.randn(1, 1, 128, dtype=torch.bfloat16, requires_grad=True)
+    y: Tensor = model.model(inputs_embeds=x, use_cache=False).last_hidden_state
+    y.float().sum().backward()
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0
+    assert is_replayed(model)
+
+
+def test_what_attention_writes_on_itself_arrives(model: Any) -> None:
+    for _ in range(CALLS):
+        run(model)
+    assert is_replayed(model)
+    assert [layer.self_attn.called for layer in model.model.layers] == [CALLS + 1] * 2
+    held = {*vars(model.model.layers[0].self_attn)}
+    run(model)
+    assert {*vars(model.model.layers[0].self_attn)} == held
+
+
+def test_a_projection_of_another_input_is_computed(model: Any) -> None:
+    class Twice(Telling):
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+            found.append(self.q_proj(given))
+            return super().forward(hidden_states, **kwargs)
+
+    given = torch.randn(1, 1, 128).bfloat16()
+    found: list[Tensor] = []
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        expected = attention.q_proj(given)
+    attention.__class__ = Twice
+    for _ in range(CALLS):
+        run(model)
+    assert all(torch.equal(y, expected) for y in found)
+
+
+def test_an_error_in_attention_leaves_the_layer_as_it_was(model: Any) -> None:
+    expected = [run(model) for _ in range(CALLS)][-1]
+    with pytest.raises(TypeError, match="NoneType"), torch.no_grad():
+        model.model.layers[0](torch.zeros(1, 1, 128).bfloat16(), position_embeddings=None)
+    assert isinstance(model.model.layers[0].self_attn.q_proj, fp8kit.Fp8Linear)
+    assert_bits_equal(run(model), expected)
+
+
+def test_copies_are_replayed_by_themselves(model: Any) -> None:
+    expected = [run(model) for _ in range(CALLS)][-1]
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not is_replayed(twin)
+        for _ in range(CALLS):
+            assert_bits_equal(run(twin), expected)
+        with torch.no_grad():
+            twin.model.layers[0].self_attn.v_proj.weight_scale.mul_(2)
+        assert not torch.equal(run(twin), expected)
+        assert_bits_equal(run(model), expected)
+
+
+@pytest.mark.parametrize("part", ["mlp.down_proj", "self_attn", "self_attn.q_proj", "mlp"])
+def test_what_was_replaced_is_freed(part: str, model: Any) -> None:
+    for _ in range(CALLS):
+        run(model)
+    old = weakref.ref(next(model.get_submodule(f"model.layers.0.{part}").parameters()))
+    model.set_submodule(f"model.layers.0.{part}", nn.Identity())
+    gc.collect()
+    assert old() is None
+
+
+def test_threads_attend_on_twins_of_their_own(model: Any) -> None:
+    expected = {n: [run(model, n) for _ in range(CALLS)][-1] for n in (1, 2)}
+    wrong: list[int] = []
+
+    def repeat(tokens: int) -> None:
+        for _ in range(20):
+            if not torch.equal(run(model, tokens), expected[tokens]):
+                wrong.append(tokens)
+
+    threads = [threading.Thread(target=repeat, args=(n,)) for n in (1, 2, 1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
