@@ -530,14 +530,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "mx_humming": ("Layers with an MXFP8 weight, beside Humming's", mx_speed),
     "experts": ("Whole layers of experts", experts),
     "experts_h100": ("Whole layers of experts on an H100, with later kernels", experts),
-    "experts_h100_waiting": (
-        "Whole layers of experts on an H100, whose weights wait for the kernel before",
-        experts,
-    ),
-    "experts_h100_one_token": (
-        "One token of experts on an H100, by kernels of its own",
-        experts,
-    ),
+    "experts_h100_newest": ("Whole layers of experts on an H100, with the newest kernels", experts),
     "quantizers": ("Quantizing activations", quantizers),
     "fused": ("Norms and activations that write FP8", fused),
     "decoder_layer": ("A Llama-8B decoder layer", decoder_layer),
