@@ -267,21 +267,71 @@ def test_what_attention_writes_on_itself_arrives(model: Any) -> None:
     assert {*vars(model.model.layers[0].self_attn)} == held
 
 
-def test_a_projection_of_another_input_is_computed(model: Any) -> None:
-    class Twice(Telling):
-        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-            found.append(self.q_proj(given))
-            return super().forward(hidden_states, **kwargs)
+class Twice(Telling):
+    """Projects a second tensor, and gives its result in another dtype where ``wide``."""
 
-    given = torch.randn(1, 1, 128).bfloat16()
-    found: list[Tensor] = []
-    attention = model.model.layers[0].self_attn
-    with torch.no_grad():
-        expected = attention.q_proj(given)
-    attention.__class__ = Twice
+    wide = False
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        y, weights = super().forward(hidden_states, **kwargs)
+        found.append(self.q_proj(GIVEN))
+        return y.float() if self.wide else y, weights
+
+
+GIVEN = torch.randn(1, 1, 128).bfloat16()
+found: list[Tensor] = []
+
+
+@pytest.fixture
+def twice(backends: CpuBackends) -> Any:
+    model = tiny()
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Twice
+    fp8kit.convert(model)
+    del found[:]
+    return model
+
+
+def test_a_projection_of_another_input_is_computed(twice: Any) -> None:
     for _ in range(CALLS):
-        run(model)
-    assert all(torch.equal(y, expected) for y in found)
+        run(twice)
+    assert is_replayed(twice)
+    with torch.no_grad():
+        expected = [layer.self_attn.q_proj(GIVEN) for layer in twice.model.layers]
+    for i, y in enumerate(found):
+        assert_bits_equal(y, expected[i % 2])
+
+
+def test_attention_may_give_another_dtype(twice: Any) -> None:
+    layer = twice.model.layers[0]
+    x, angles = (
+        torch.randn(1, 1, 128).bfloat16(),
+        twice.model.rotary_emb(GIVEN, torch.tensor([[3]])),
+    )
+    with torch.no_grad():
+        narrow = [layer(x, position_embeddings=angles) for _ in range(CALLS)][-1]
+        layer.self_attn.wide = True
+        expected = copy.deepcopy(layer)(x, position_embeddings=angles)
+        assert expected.dtype == torch.float32 != narrow.dtype
+        assert_bits_equal(layer(x, position_embeddings=angles), expected)
+
+
+def test_inputs_of_other_dtypes_and_addresses_are_told_apart(model: Any) -> None:
+    layer = model.model.layers[0]
+    x, angles = (
+        torch.randn(1, 1, 128).bfloat16(),
+        model.model.rotary_emb(GIVEN, torch.tensor([[3]])),
+    )
+    odd = torch.zeros(129).bfloat16()[1:].view_as(x).copy_(x)
+    strided = torch.zeros(1, 1, 256).bfloat16()[..., ::2].copy_(x)
+    with torch.no_grad():
+        expected = [layer(x, position_embeddings=angles) for _ in range(CALLS)][-1]
+        del told[:]
+        for other in (odd, strided, x):
+            assert_bits_equal(layer(other, position_embeddings=angles), expected)
+        wide = layer(x.float(), position_embeddings=angles)
+    assert told == [True, True, False, True]
+    assert wide.dtype == torch.float32
 
 
 def test_an_error_in_attention_leaves_the_layer_as_it_was(model: Any) -> None:

@@ -139,11 +139,10 @@ class ResidualForward(ModuleForward):
         """Keep what the next call with this shape may replay."""
         if x.numel() > MOST_JOINED_ROWS * x.shape[-1]:
             return
-        kept = {shape: found for shape, found in self._replays.items() if shape != x.shape}
         found = find_replay(layer._modules, self.flow.read_norms, x)
         if found is not None:
-            kept[x.shape] = found
-        self._replays = dict([*kept.items()][-_MOST_SHAPES:])
+            kept = {**self._replays, x.shape: found}
+            self._replays = dict([*kept.items()][-_MOST_SHAPES:])
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what replays: addresses belong to the original."""

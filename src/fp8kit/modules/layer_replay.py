@@ -181,11 +181,9 @@ def find_replay(children: Children, norms: tuple[str, str], x: Tensor) -> LayerR
     if parts is None or not set(parts.projections) <= set(parts.attention._modules.values()):
         return None
     norm, sum_norm = parts.norm, parts.sum_norm
-    if parts.attention not in [step.ref() for step in norm.consumers.path]:
-        return None  # nothing watches what its code does with the norm's result
     codes = norm.formula.codes((x,), norm, norm.consumers.scheme)
     first = norm.consumers.group.recorded(codes)
-    if first is None or sum_norm.formula.kind != "rms_norm":
+    if first is None:
         return None
     group = sum_norm.consumers.group
     of_sum = sum_norm.formula.codes((x, x), sum_norm, sum_norm.consumers.scheme)
