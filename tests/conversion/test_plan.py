@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, prune
 
 import backend_tables
 import fp8kit
+import fresh
 from fp8kit.conversion import plan as conversion
 from fp8kit.errors import ConversionError
 from fp8kit.formats import SCHEMES
@@ -535,6 +536,29 @@ def test_the_trial_of_a_subclass_can_fail(kind: str) -> None:
     layer.weight.data.zero_()  # on which all of them agree
     report = fp8kit.plan(one(layer)).report
     assert "computes something else" in reasons(report)["fc"]
+
+
+REPLACED = """
+import sys
+
+import torch
+from torch import nn
+
+dense, factor = nn.Linear.forward, float(sys.argv[1])
+nn.Linear.forward = lambda self, x: dense(self, x) * factor
+
+import fp8kit
+
+print(*[r.reason for r in fp8kit.plan(nn.Sequential(nn.Linear(256, 256))).report.skipped])
+"""
+
+
+@pytest.mark.parametrize(
+    ("factor", "reason"),
+    [(1, ""), (2, "nn.Linear.forward was replaced by code that computes something else")],
+)
+def test_a_forward_that_replaces_that_of_all_layers_is_tried(factor: int, reason: str) -> None:
+    assert fresh.run(REPLACED, factor).stdout.strip() == reason
 
 
 class Folding(nn.Linear):

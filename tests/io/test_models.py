@@ -905,6 +905,29 @@ def test_parameters_under_other_names_of_formats_come_back(
     assert_bits_equal(getattr(fresh[0], name).data, getattr(model[0], name).data)
 
 
+@pytest.mark.parametrize("name", ["0.weight", "0.bias"])
+def test_hooks_that_change_values_are_refused(name: str, tmp_path: Path) -> None:
+    def change(module: nn.Module, state: Any, *_: Any) -> None:
+        state[name] = state[name].flip(0)
+
+    def copy(module: nn.Module, state: Any, *_: Any) -> None:
+        state |= {n: t.detach().clone() for n, t in state.items()}
+
+    model, fresh = (nn.Sequential(nn.Linear(128, 128)) for _ in range(2))
+    fp8kit.convert(model)
+    save(model, tmp_path / "fp8")
+    for module in (model, fresh):
+        module.register_state_dict_post_hook(copy)
+    save(model, tmp_path / "copied")
+    load(tmp_path / "copied", fresh)
+    for module in (model, fresh):
+        module.register_state_dict_post_hook(change)
+    match = f"{name} in the state_dict of Sequential have other values than its tensors"
+    for call in (lambda: save(model, tmp_path / "out"), lambda: load(tmp_path / "fp8", fresh)):
+        with pytest.raises(CheckpointError, match=match):
+            call()
+
+
 @pytest.mark.parametrize("where", ["model", "layer", "parameter"])
 def test_hooks_that_rename_tensors_are_refused(where: str, tmp_path: Path) -> None:
     def rename(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:

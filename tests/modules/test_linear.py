@@ -622,3 +622,24 @@ def test_inputs_and_weights_of_other_kinds_are_named() -> None:
     nothing: Any = None
     with pytest.raises(TypeError, match=r"Got weight of type NoneType.*role=.weight"):
         fp8kit.Fp8Linear.from_quantized(nothing)
+
+
+class Offloading(nn.Module):
+    """Moves a layer to the device of its input, as models do that keep experts on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert = nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.expert.to(x.device)(x)
+        return y
+
+
+def test_compiled_code_may_move_a_layer() -> None:
+    model, x = Offloading().eval(), torch.randn(3, 128)
+    fp8kit.convert(model, exclude=[])
+    expected = model(x)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_bits_equal(compiled(x).detach(), expected.detach())
+    assert_bits_equal(model(x).detach(), expected.detach())

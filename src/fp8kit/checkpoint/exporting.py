@@ -60,7 +60,7 @@ def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:
     tensor has no data here: on meta, or sharded over devices.
     """
     state = model.state_dict(keep_vars=True)
-    refuse_renamed(model, state)
+    refuse_changed(model, state)
     odd = {n: kind for n, t in state.items() if (kind := _unheld(t))}
     if odd:
         name = next(iter(odd))
@@ -101,18 +101,32 @@ def as_stored(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def refuse_renamed(model: nn.Module, names: Iterable[str]) -> None:
-    """Refuse a model whose hooks rename tensors: nobody could tell which layer a file means."""
-    own = {n for n, _ in model.named_parameters(remove_duplicate=False)}
-    own |= {n for n, _ in model.named_buffers(remove_duplicate=False)}
-    odd = [n for n in names if n not in own and not n.endswith("_extra_state")]
-    if odd:
+def refuse_changed(model: nn.Module, state: Mapping[str, object]) -> None:
+    """Refuse a model whose hooks change its ``state_dict``, which readers of files do not undo.
+
+    ``state`` is that of ``keep_vars=True``. Hooks may rename tensors, so that nobody could tell
+    which layer a file means, or change values. Casts and copies are no changes.
+    """
+    own: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
+    own |= model.named_parameters(remove_duplicate=False)
+    odd = [n for n in state if n not in own and not n.endswith("_extra_state")]
+    other = [n for n, t in state.items() if n in own and not _is_copy(t, own[n])]
+    if odd or other:
+        said = "are no tensors of it" if odd else "have other values than its tensors"
         raise CheckpointError(
-            f"{some_of(odd)} in the state_dict of {type(model).__name__} are no tensors of it.",
-            "A checkpoint names each tensor after the module that holds it.",
-            "Remove the hooks that rename them, or use torch.save(model.state_dict()) and fill "
+            f"{some_of(odd or other)} in the state_dict of {type(model).__name__} {said}.",
+            "A checkpoint names each tensor after the module that holds it, and has its values.",
+            "Remove the hooks that change them, or use torch.save(model.state_dict()) and fill "
             "a converted model by its load_state_dict.",
         )
+
+
+def _is_copy(tensor: object, own: Tensor) -> bool:
+    if tensor is own or not isinstance(tensor, Tensor):
+        return True
+    if tensor.shape != own.shape:
+        return False
+    return tensor.is_meta or own.is_meta or torch.equal(tensor, own.to(tensor))
 
 
 def refuse_reserved(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

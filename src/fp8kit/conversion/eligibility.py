@@ -91,8 +91,11 @@ class Eligibility:
         )
 
     def _of_class(self, module: nn.Module, wanted: bool) -> str:
-        if not isinstance(module, nn.Linear) or type(module) is nn.Linear:
+        if not isinstance(module, nn.Linear):
             return ""
+        if type(module) is nn.Linear:
+            differs = unlike_linear(module, self._tried)
+            return f"nn.Linear.forward was replaced by code that {differs}" if differs else ""
         kind = f"{type(module).__name__} is a subclass of nn.Linear"
         if type(module).__basicsize__ != nn.Linear.__basicsize__:
             return f"{kind} with __slots__, whose instances cannot become those of another class"

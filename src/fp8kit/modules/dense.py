@@ -144,6 +144,11 @@ def _numbers_used(linear: nn.Linear) -> set[str]:
     }
 
 
+def forward_replaced() -> bool:
+    """Return whether ``nn.Linear.forward`` is other code than torch's, for all linear layers."""
+    return getattr(nn.Linear.forward, "__globals__", None) is not vars(torch.nn.modules.linear)
+
+
 def unlike_linear(linear: nn.Linear, tried: dict[Any, Any] | None = None) -> str:
     """Return how the ``forward`` of a layer differs from that of ``nn.Linear``; empty if not.
 
@@ -153,7 +158,7 @@ def unlike_linear(linear: nn.Linear, tried: dict[Any, Any] | None = None) -> str
     contains. The layer itself is neither run nor changed.
     ``tried`` caches results, so that layers alike are tried once.
     """
-    if type(linear).forward is nn.Linear.forward:
+    if type(linear).forward is nn.Linear.forward and not forward_replaced():
         return ""
     parameters = inspect.signature(type(linear).forward).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

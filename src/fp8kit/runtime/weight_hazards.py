@@ -87,7 +87,8 @@ def mark_synchronized(weight: Tensor) -> None:
 
 def invalidate(weight: Tensor) -> None:
     """Forget the mark of a weight that was written or moved without raising its version."""
-    vars(weight).pop(MARK, None)  # not set to None: attributes are pickled with the weight
+    if hasattr(weight, MARK):
+        delattr(weight, MARK)  # not set to None: attributes are pickled with the weight
 
 
 def join(whole: Tensor, parts: Sequence[Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state
 from torch.utils.checkpoint import checkpoint
 
 import fp8kit
@@ -333,6 +334,10 @@ FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "key of a dict": lambda self, x: weighed(self.named["a"], x),
     "values of a dict": lambda self, x: next(weighed(m, x) for m in {"a": self.proj}.values()),
     "pop": lambda self, x: weighed([self.other, self.proj].pop(), x),
+    "functional_call": lambda self, x: functional_call(self.proj, {"weight": torch.eye(SIZE)}, x),
+    "stack_module_state": lambda self, x: (
+        stack_module_state([self.proj, self.other])[0]["weight"][0].to(x.dtype) @ x.T
+    ),
     "children": lambda self, x: next(weighed(m, x) for m in self.children() if m is self.proj),
     "get_submodule": lambda self, x: weighed(self.get_submodule("many.0"), x),
     "helper": lambda self, x: weighed(self.proj, x),
@@ -529,6 +534,12 @@ class Apart(Holder):
         return [self.proj.weight]
 
     def get_optim_groups(self) -> list[nn.Parameter]:
+        return [self.proj.weight]
+
+    def make_parameter_groups(self) -> list[nn.Parameter]:  # of rtdl_revisiting_models
+        return [self.proj.weight]
+
+    def get_1x_lr_params(self) -> list[nn.Parameter]:  # of DeepLab
         return [self.proj.weight]
 
     def fp8_optimization(self) -> None:  # of Kohya's scripts, in place

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from fp8kit.checkpoint.cache_scales import has_home
-from fp8kit.checkpoint.exporting import refuse_renamed
+from fp8kit.checkpoint.exporting import refuse_changed
 from fp8kit.checkpoint.loading import expert_layers
 from fp8kit.checkpoint.schema.merged_names import fit
 from fp8kit.checkpoint.schema.naming import named
@@ -44,7 +44,7 @@ def expected_state(model: nn.Module, layers: NewLayers) -> dict[str, Tensor]:
     A bias is still that of the dense layer: another module may hold it, too.
     """
     state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    refuse_renamed(model, state)
+    refuse_changed(model, state)
     parts = {n: n.rpartition(".") for n in state}
     kept = {
         n: t

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call, stack_module_state
+from torch.nn.utils import stateless
 
 from fp8kit.conversion.readers.expressions import Expressions
 from fp8kit.conversion.readers.values import (
@@ -46,6 +48,8 @@ _INSIDE: dict[str, Callable[[nn.Module], Iterable[nn.Module]]] = {
     "named_children": lambda m: m.children(),
     "named_modules": lambda m: m.modules(),
 }
+# they take the Parameters of modules, and their callers compute with them or with others
+TAKERS = (functional_call, stack_module_state, stateless.functional_call)
 TENSORS = frozenset("parameters named_parameters state_dict _parameters get_parameter".split())
 _TAKES = frozenset("values items keys get pop popleft copy".split())
 _GROWS = frozenset("append add extend insert update setdefault appendleft".split())
@@ -165,6 +169,10 @@ class Calls(Expressions):
                 results.append(self.builtin("getattr", [*args, ()])[1])
             elif callee is torch.is_tensor:
                 continue
+            elif callee in TAKERS:
+                modules = united(*args, *map(elements, args), *kwargs.values())
+                held = [parameters_of(m) for m in modules if isinstance(m, nn.Module)]
+                self.opaque([*args, tuple(held)], kwargs)
             elif callee is functools.partial and args:
                 results.append((Items(self.callback(args[0], args[1:], kwargs)),))
             elif function is None or not self.reader.is_followed(function):

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import nn
 
-from fp8kit.conversion.readers.calls import DEPTH, TENSORS
+from fp8kit.conversion.readers.calls import DEPTH, TAKERS, TENSORS
 from fp8kit.conversion.readers.source import arguments_of, names_in, node_of
 from fp8kit.conversion.readers.values import (
     Scope,
@@ -49,7 +49,8 @@ _APART = (
     "state_dict quantize convert export decay param_group pretrained compile apply register "
     "gradient_checkpoint freeze transfer get_input_emb get_output_emb remove replace _hook "
     "num_param parameters memory push_to unload enable disable switch onnx dummy train "
-    "optimiz optim_group get_last_layer parallelize weight_dtype"
+    "optimiz optim_group get_last_layer parallelize weight_dtype "
+    "parameter_group params_group lr_param"
 ).split()
 _LIBRARIES = tuple(
     """
@@ -59,7 +60,7 @@ _LIBRARIES = tuple(
 )
 _MODELS = ("transformers.models.", "diffusers.models.")
 _SHORT = 200  # bytes of code; helpers that return a layer of their object are shorter
-_WORDS = frozenset({"weight", *TENSORS})
+_WORDS = frozenset({"weight", *TENSORS, *[taker.__name__ for taker in TAKERS]})
 
 
 def read_by_code(model: nn.Module) -> dict[nn.Module, str]:
