@@ -163,6 +163,15 @@ def test_experts_are_rearranged_and_replicated_in_place() -> None:
         layer.place(torch.tensor([0, 1]))
 
 
+@pytest.mark.parametrize("odd", [torch.tensor(1.0), torch.empty(0), torch.empty(6, 0)])
+@pytest.mark.parametrize("place", range(3))
+def test_tensors_without_rows_are_refused(place: int, odd: Tensor) -> None:
+    given = list(routed())
+    given[place] = odd
+    with pytest.raises(ValueError, match=r"Got .* of shape .* a row for each token.*unsqueeze"):
+        make()[1](*given)
+
+
 @pytest.mark.parametrize("odd", ["gate_up_proj", "down_proj", "down_proj_scale"])
 def test_stacks_that_do_not_fit_leave_the_layer_as_it_was(odd: str) -> None:
     (_, layer), (_, other) = make("FP8_TENSOR"), make("FP8_TENSOR")
