@@ -245,6 +245,44 @@ def test_a_dense_weight_is_placed_on_meta_layers_and_has_to_fit() -> None:
         utils.set_module_tensor_to_device(layer, "weight", "cpu", value=weight.int())
 
 
+@pytest.mark.parametrize("to_disk", [False, True])
+def test_a_kept_weight_is_followed_where_its_codes_are_offloaded(
+    to_disk: bool, tmp_path: Path
+) -> None:
+    made: Any = nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU())
+    fp8kit.convert(made, weight_storage="keep")
+    expected = copy.deepcopy(made)
+    if to_disk:
+        accelerate.disk_offload(made, tmp_path, CPU)
+    else:
+        accelerate.cpu_offload(made, CPU)
+    layer = made[0]
+    with torch.no_grad():
+        layer.original_weight.mul_(-3.0)
+    twin = copy.deepcopy(made)
+    assert layer.weight.is_meta
+    expected.load_state_dict({"0.weight": layer.original_weight}, strict=False)
+    wanted = run(expected)
+    for _ in range(2):
+        assert_bits_equal(run(made), wanted)
+        assert_bits_equal(run(twin), wanted)
+    hooks.remove_hook_from_module(made, recurse=True)
+    assert_bits_equal(layer.state_dict()["weight"], expected.state_dict()["0.weight"])
+    assert_bits_equal(run(made), wanted)
+
+
+def test_codes_that_are_offloaded_keep_their_bits_beside_a_kept_weight() -> None:
+    made: Any = nn.Sequential(nn.Linear(SIZE, SIZE))
+    fp8kit.convert(made, weight_storage="keep")
+    made[0].original_weight = made[0].original_weight.half()
+    run(made)
+    made.load_state_dict({"0.weight": torch.randn(SIZE, SIZE)}, strict=False)  # kept as fp16
+    wanted = run(made)
+    accelerate.cpu_offload(made, CPU)
+    for _ in range(2):
+        assert_bits_equal(run(made), wanted)
+
+
 def test_a_device_map_counts_codes_as_bytes(faked_cuda: Callable[..., None]) -> None:
     made = model()
     assert compute_module_sizes(made)["0.out.weight"] == SIZE * SIZE

@@ -339,6 +339,54 @@ def test_a_dense_weight_that_was_kept_is_merged_too() -> None:
     assert_same_state(layer, before)
 
 
+def test_a_kept_weight_that_changes_while_adapters_are_merged_is_quantized_behind() -> None:
+    model = adapted(pair(weight_storage="keep"))
+    layer = lora(model).get_base_layer()
+    original = layer.original_weight
+    model.merge_adapter()
+    with torch.no_grad():
+        original.mul_(-3.0)
+    model.unmerge_adapter()
+    model(inputs())
+    assert_bits_equal(layer.codes, Fp8Linear.from_linear(dense(original)).codes)
+
+
+class Full(torch.overrides.TorchFunctionMode):
+    """Memory that is full when a tensor is copied into another for the ``room``-th time."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.room = room
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.room -= func is Tensor.copy_
+        if func is Tensor.copy_ and self.room == 0:
+            raise torch.OutOfMemoryError
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("room", [1, 2, 3])
+@pytest.mark.parametrize("storage", ["discard", "keep"])
+def test_a_merge_that_fails_can_be_unmerged_or_repeated(storage: str, room: int) -> None:
+    model = adapted(pair(weight_storage=storage))
+    layer, x = lora(model).get_base_layer(), inputs()
+    before, original, y = state(layer), layer.original_weight, model(x)
+    with Full(room) as memory:
+        try:
+            model.merge_adapter()
+        except torch.OutOfMemoryError:
+            assert memory.room == 0
+    if lora(model).merged:
+        model.unmerge_adapter()
+    assert layer.original_weight is original
+    assert_same_state(layer, before)
+    assert_bits_equal(model(x), y)
+    expected = adapted(pair(weight_storage=storage))
+    expected.merge_adapter()
+    model.merge_adapter()
+    assert_same_state(layer, state(lora(expected).get_base_layer()))
+
+
 def test_switching_adapters_off_takes_merged_ones_out() -> None:
     base, x = pair(), inputs()
     y = base(x)
@@ -399,6 +447,18 @@ def test_what_is_not_finite_is_never_merged(safe: bool) -> None:
         model.merge_adapter(safe_merge=safe)
     assert not lora(model).merged
     assert_same_state(lora(model).get_base_layer(), before)
+
+
+def test_a_sum_that_the_kept_weight_cannot_hold_is_not_merged() -> None:
+    model = adapted(pair(weight_storage="keep").half())
+    layer = lora(model).get_base_layer()
+    layer.original_weight = torch.full((256, SIZE), 6e4, dtype=torch.float16)
+    model(inputs().half())
+    before = state(layer)
+    lora(model).lora_B["default"].weight.data.fill_(1e5)
+    with pytest.raises(ValueError, match=r"NaN or infinities.*in torch\.float16"):
+        model.merge_adapter()
+    assert_same_state(layer, before)
 
 
 def test_a_merged_model_is_a_model_of_fp8_layers(tmp_path: Path) -> None:

@@ -163,6 +163,26 @@ def test_experts_are_rearranged_and_replicated_in_place() -> None:
         layer.place(torch.tensor([0, 1]))
 
 
+@pytest.mark.parametrize("odd", [torch.tensor(1.0), torch.empty(0), torch.empty(6, 0)])
+@pytest.mark.parametrize("place", range(3))
+def test_tensors_without_rows_are_refused(place: int, odd: Tensor) -> None:
+    given = list(routed())
+    given[place] = odd
+    with pytest.raises(ValueError, match=r"Got .* of shape .* a row for each token.*unsqueeze"):
+        make()[1](*given)
+
+
+@pytest.mark.parametrize("odd", ["gate_up_proj", "down_proj", "down_proj_scale"])
+def test_stacks_that_do_not_fit_leave_the_layer_as_it_was(odd: str) -> None:
+    (_, layer), (_, other) = make("FP8_TENSOR"), make("FP8_TENSOR")
+    before = copy.deepcopy(layer.state_dict())
+    state = other.state_dict()
+    state[odd] = state[odd][:, :32] if state[odd].shape[1] > 1 else state[odd][:2]
+    with pytest.raises(RuntimeError, match=f"size mismatch for {odd}"):
+        layer.load_state_dict(state)
+    assert_same_tensors(layer, before)
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_weights_in_the_order_of_ids_do_not_load_into_rearranged_rows(strict: bool) -> None:
     dense, layer = make()

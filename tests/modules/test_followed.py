@@ -104,6 +104,25 @@ def test_a_copy_does_not_quantize_a_kept_weight_again(how: str) -> None:
     assert_bits_equal(twin(x).detach(), expected(x).detach())
 
 
+def test_a_changed_kept_weight_is_not_written_into_tensors_of_a_functional_call() -> None:
+    model: Any = model_of(weight_storage="keep")
+    x = torch.randn(3, 128)
+    given = {n: t.clone() for n, t in model_of().state_dict().items()}
+    before = {n: t.clone() for n, t in given.items()}
+    with torch.no_grad():
+        model[0].original_weight.mul_(-3.0)
+    with pytest.raises(UnsupportedError, match=r"original_weight of 0 .* own weights first"):
+        torch.func.functional_call(model, given, (x,))
+    for name, tensor in given.items():
+        assert_bits_equal(tensor, before[name])
+    expected = fp8kit.Fp8Linear.from_linear(model[0].to_linear())
+    own = {n: t.detach() for n, t in model.named_parameters()}
+    torch.func.functional_call(model, own, (x,))
+    assert_bits_equal(model[0].codes.detach(), expected.codes.detach())
+    assert_bits_equal(model[0](x).detach(), expected(x).detach())
+    assert_bits_equal(torch.func.functional_call(model, given, (x,)), model_of()(x))
+
+
 def test_a_bias_that_trained_trains() -> None:
     model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128))
     model[0].bias.requires_grad_(False)

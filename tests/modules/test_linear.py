@@ -302,6 +302,25 @@ def test_a_weight_of_another_shape_is_refused() -> None:
         layer_of().load_state_dict(dense(n=N + 1).state_dict())
 
 
+@pytest.mark.parametrize("scheme", ["FP8_TENSOR", "FP8", "MXFP8_ROW"])
+@pytest.mark.parametrize("odd", ["weight", "input_scale", "weight_exponents"])
+def test_codes_that_do_not_fit_leave_the_layer_as_it_was(scheme: str, odd: str) -> None:
+    scale = torch.full((1, 1), 0.01) if scheme == "FP8" else None
+    layer, other = (Fp8Linear.from_linear(dense(), scheme, scale) for _ in range(2))
+    if odd not in layer.state_dict():
+        pytest.skip("the scheme has no such tensor")
+    layer.keep(torch.zeros(N, K))
+    before, state = copy.deepcopy(layer), other.state_dict()
+    state[odd] = torch.cat([state[odd].view(torch.uint8)] * 2).view(state[odd].dtype)
+    if odd == "weight" and scheme == "MXFP8_ROW":
+        for name in ("weight_scale", "weight_exponents"):
+            state[name] = torch.cat([state[name]] * 2)
+    with pytest.raises(RuntimeError, match=f"size mismatch for {odd}"):
+        layer.load_state_dict(state)
+    assert layer.original_weight is not None
+    assert_same_layer(layer, before)
+
+
 def test_missing_and_unexpected_keys_are_reported() -> None:
     layer = layer_of()
     with pytest.raises(RuntimeError, match="Missing key"):

@@ -9,6 +9,7 @@ scales; so they get a map. They bypass ``register_parameter``, so guards are rem
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import accelerate
 from accelerate import big_modeling, hooks, utils
@@ -18,8 +19,12 @@ from torch import Tensor, nn
 from fp8kit.formats import FP8_FORMATS
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.guarded_weight import unguarded
+from fp8kit.modules.kept_weight import Made, codes_replaced
 from fp8kit.modules.libraries import wrap_once
 from fp8kit.modules.linear import Fp8Linear
+
+# what the codes that accelerate last brought to a layer were made of
+_BROUGHT: WeakKeyDictionary[Fp8Linear, Made | None] = WeakKeyDictionary()
 
 
 def patch() -> None:
@@ -62,6 +67,20 @@ def _place(
         own(module, tensor_name, device, value, dtype, *args, **kwargs)
         if held is not None:
             layer._parameters[name] = unguarded(layer._parameters[name])
+        if isinstance(layer, Fp8Linear) and name == "weight":
+            _mark(layer, str(device) == "meta")
         return
     layer.load_state_dict({name: value}, strict=False, assign=held.is_meta)
     layer.to(device)
+
+
+def _mark(layer: Fp8Linear, put_away: bool) -> None:
+    """Note what the codes of a layer were made of, which are put away on meta or brought back.
+
+    Codes that are made of a changed kept weight during a call are lost behind it.
+    """
+    if put_away:
+        layer._quantized_from = _BROUGHT.pop(layer, layer._quantized_from)
+    else:
+        _BROUGHT[layer] = layer._quantized_from
+        codes_replaced(layer)

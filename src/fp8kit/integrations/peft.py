@@ -30,6 +30,7 @@ from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.libraries import wrap_once
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.runtime.weight_hazards import version
 
 OLDEST = (0, 21)
 _DORA = ("use_dora",)
@@ -43,11 +44,13 @@ class _Unmerged:
     weight: dict[str, Tensor]  # uint8 copies of codes, scales and, if rebased, exponents
     bias: Tensor | None
     original_weight: Tensor | None
+    version: int | None  # of ``original_weight``
 
     @classmethod
     def of(cls, layer: Fp8Linear) -> _Unmerged:
         bias = None if layer.bias is None else layer.bias.detach().clone()
-        return cls({n: _bytes(t) for n, t in _held(layer).items()}, bias, layer.original_weight)
+        codes, kept = {n: _bytes(t) for n, t in _held(layer).items()}, layer.original_weight
+        return cls(codes, bias, kept, None if kept is None else version(kept))
 
     @torch.no_grad()
     def restore(self, layer: Fp8Linear) -> None:
@@ -57,6 +60,8 @@ class _Unmerged:
             layer.bias.copy_(self.bias)
         if self.original_weight is not None:
             layer.keep(self.original_weight)
+            if version(self.original_weight) != self.version:  # changed while adapters were merged
+                layer._quantized_from = None
 
 
 class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
@@ -107,16 +112,18 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
         merged = [*self.merged_adapters, *names]
         with torch.no_grad():
             weight, bias = self._summed(held, merged)
-            if held.original_weight is not None:
-                weight = weight.to(held.original_weight.device, held.original_weight.dtype)
-                layer.keep(weight)
             q = quantize_weight(weight.to(layer.codes.device), layer.scheme)
-            stored = stored_tensors(q, layer.scheme)
-            for name, tensor in _held(layer).items():
+            stored, own = stored_tensors(q, layer.scheme), _held(layer)
+            if held.original_weight is not None:
+                weight = weight.to(held.original_weight.device)
+            # from here on only numbers are copied; if that is interrupted, unmerge() restores them
+            self._unmerged, self.merged_adapters = held, merged
+            for name, tensor in own.items():
                 tensor.copy_(stored[name])
             if bias is not None:
                 layer.bias.copy_(bias)
-        self._unmerged, self.merged_adapters = held, merged
+            if held.original_weight is not None:
+                layer.keep(weight)
 
     def unmerge(self) -> None:
         """Unmerge all adapters: restore the bytes that the layer held before."""
@@ -124,8 +131,8 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
         self._unmerged.restore(self.get_base_layer())
-        self._unmerged = None
         self.merged_adapters.clear()
+        self._unmerged = None
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
@@ -143,7 +150,10 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _summed(self, held: _Unmerged, adapters: list[str]) -> tuple[Tensor, Tensor | None]:
-        """Compute weight and bias with adapters, in fp32, from the layer's unmerged tensors."""
+        """Compute weight and bias with adapters, in fp32, from the layer's unmerged tensors.
+
+        They are rounded once, to the dtypes in which the layer keeps them.
+        """
         layer, fp32 = self.get_base_layer(), torch.float32
         before = _dense(layer, held)
         weight = before
@@ -170,11 +180,14 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
                         "Train the adapter with lora_bias=False, or leave it unmerged.",
                     )
                 bias = bias + self.lora_B[name].bias.to(fp32) * self.scaling[name]
+        if held.original_weight is not None:
+            weight = weight.to(held.original_weight.dtype)
+        bias = None if bias is None else bias.to(layer.bias.dtype)
         for part in (weight, bias):
             if part is not None and not torch.isfinite(part).all():
                 raise InvalidValue(
                     f"With {', '.join(adapters)}, the merged weight has NaN or infinities.",
-                    "Adapters are finite.",
+                    f"Adapters are finite, and so is their sum with the weight in {part.dtype}.",
                     "Train or load the adapter again; the layer is as it was.",
                 )
         return weight, bias

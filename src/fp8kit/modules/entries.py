@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8kit import functional
 from fp8kit.errors import CheckpointError, InvalidType
@@ -53,6 +53,7 @@ def quantized_entries(
                 f"Load the scale in the same call, or load a dense weight. {_BY_SHARDS}",
             )
         validation.check_codes(f"{prefix}weight", weight.dtype, layer.scheme)
+        check_shapes(layer, state_dict, prefix, "weight", "input_scale", "weight_exponents")
         as_mx = check_form(layer.scheme, prefix + "weight", state_dict)
         group = MX if as_mx else layer.scheme.weight
         check_scale(scale, weight.shape, group, weight.device)
@@ -100,6 +101,22 @@ def _as_held(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
     held = {n: state_dict[n] for n in (scale, f"{prefix}input_scale") if n in state_dict}
     flat = {n: t.reshape(1, 1) for n, t in held.items() if t.shape in ((), (1,))}
     return state_dict | flat if flat else state_dict
+
+
+def check_shapes(layer: nn.Module, state_dict: Mapping[str, Any], prefix: str, *kinds: str) -> None:
+    """Refuse codes and scales of other shapes than a layer's Parameters of these names.
+
+    torch would refuse the one with another shape, and load the others: codes and scales of two
+    weights.
+    """
+    for kind in kinds:
+        held, given = layer._parameters.get(kind), state_dict.get(prefix + kind)
+        if held is not None and given is not None and held.shape != given.shape:
+            raise CheckpointError(
+                f"size mismatch for {prefix}{kind}: it is {list(given.shape)}.",
+                f"The layer holds {list(held.shape)}.",
+                "Load the weights of the model that was built.",
+            )
 
 
 def check_form(scheme: Scheme, name: str, state_dict: Mapping[str, Any]) -> bool:

@@ -13,7 +13,13 @@ from fp8kit.dispatch.device import capability
 from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, check_choice, check_switch
 from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme
 from fp8kit.matmul.problem import MatmulProblem, linear_problem, m_bucket
-from fp8kit.modules.entries import check_form, quantize_weight, stored_entries, stored_tensors
+from fp8kit.modules.entries import (
+    check_form,
+    check_shapes,
+    quantize_weight,
+    stored_entries,
+    stored_tensors,
+)
 from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.modules.guarded_weight import computed_codes, guarded, unguarded
 from fp8kit.modules.libraries import patch_libraries
@@ -251,7 +257,10 @@ class ExpertTensors(nn.Module):
                 "Load both in one call, or the dense stack alone.",
             )
         if coded:
+            check_shapes(self, state, prefix, name, f"{name}_input_scale")
             as_mx = check_form(self.scheme, key, state)
+            if not as_mx:
+                check_shapes(self, state, prefix, f"{name}_scale", f"{name}_exponents")
             self.originals.pop(name, None)
             if as_mx:
                 q = QTensor(weight.detach(), state[scale_key].detach(), MX)

@@ -15,7 +15,7 @@ from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.parameters import empty_tensors, frozen
 from fp8kit.moe.activation import Activation
-from fp8kit.moe.arguments import check_activation, stacked_scale
+from fp8kit.moe.arguments import check_activation, check_rows, stacked_scale
 from fp8kit.moe.functional import experts
 from fp8kit.moe.routing import tokens_per_expert
 from fp8kit.ops import validation
@@ -220,7 +220,7 @@ class Fp8Experts(ExpertTensors):
                 shared_input=shared_input, shared_weights=shared_weights,
             )  # fmt: skip
             return routed + shared
-        validation.check_tensor("hidden_states", hidden_states)
+        check_rows("hidden_states", hidden_states)
         ids, weights = self._routed(hidden_states, top_k_index, top_k_weights, logits)
         if self.shared or shared_weights is not None:
             more_ids, more_weights = self._shared_pairs(ids, weights, shared_weights)
@@ -251,7 +251,7 @@ class Fp8Experts(ExpertTensors):
         """
         given = hidden_states if shared_input is None else shared_input
         for name, tensor in (("hidden_states", hidden_states), ("shared_input", given)):
-            validation.check_tensor(name, tensor)
+            check_rows(name, tensor)
         ids, weights = self._routed(hidden_states, top_k_index, top_k_weights, logits)
         also = self._shared_pairs(ids, weights, shared_weights)
         routed, common = (
@@ -415,4 +415,6 @@ def _flat(ids: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor]:
             "Experts take tensors of ids and weights, or logits.",
             "Pass what fp8kit.moe.route gives, or logits= with layer.routing set.",
         )
+    check_rows("ids", ids)
+    check_rows("weights", weights)
     return ids.reshape(-1, ids.shape[-1]), weights.reshape(-1, weights.shape[-1])

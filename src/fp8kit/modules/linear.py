@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,13 @@ from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import dense, layer_options, refusals
 from fp8kit.modules.entries import quantize_weight, quantized_entries, stored_tensors
 from fp8kit.modules.guarded_weight import computed_codes, guarded, unguarded_for
-from fp8kit.modules.kept_weight import counted, follow_original, made_of_original
+from fp8kit.modules.kept_weight import (
+    Made,
+    codes_replaced,
+    counted,
+    follow_original,
+    made_of_original,
+)
 from fp8kit.modules.libraries import patch_libraries
 from fp8kit.modules.other_inputs import OTHERS, of_others
 from fp8kit.modules.parameters import (
@@ -102,7 +109,7 @@ class Fp8Linear(nn.Linear):
         self.scheme = Scheme.of(scheme)
         self.compute_dtype = dtype or torch.get_default_dtype()
         self.original_weight: Tensor | None = None
-        self._quantized_from: tuple[Tensor, int] | None = None  # original weight and its version
+        self._quantized_from: Made | None = None
         self.replays = ReplayCache()
         self.shared: Callable[[Fp8Linear, Tensor], Tensor] | None = None  # a SharedInput
         # registered first: other code takes the first Parameter's dtype for the compute dtype
@@ -313,7 +320,7 @@ class Fp8Linear(nn.Linear):
     def keep(self, original_weight: Tensor) -> None:
         """Keep the dense weight that the codes were made from, and requantize when it changes."""
         self.original_weight = kept = counted(original_weight)
-        self._quantized_from = (kept, version(kept))
+        self._quantized_from = (kept, version(kept), weakref.ref(self.codes))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Check and combine the options when one is set, which saves the work at every call."""
@@ -351,6 +358,8 @@ class Fp8Linear(nn.Linear):
             invalidate(param)  # fully_shard gathers weights without raising version counters
             self.sharded = self.sharded or is_traceable_wrapper_subclass(param)
         super().register_parameter(name, unguarded_for(param, self._described))
+        if name == "weight":
+            codes_replaced(self)
 
     def __prepare_scriptable__(self) -> None:
         """Refuse ``torch.jit.script`` with an error that says what to use instead."""
@@ -366,6 +375,7 @@ class Fp8Linear(nn.Linear):
         if self.original_weight is not None and self.original_weight.device.type != "cpu":
             follow_original(self)
             self.keep(fn(self.original_weight))
+        codes_replaced(self)
         return self
 
     __copy__ = shallow_copied
@@ -373,7 +383,7 @@ class Fp8Linear(nn.Linear):
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Linear:
         """Copy the layer without its siblings; those copied in the same call share input again."""
         follow_original(self)
-        twin: Fp8Linear = made_of_original(deepcopied(self, memo))
+        twin: Fp8Linear = made_of_original(deepcopied(self, memo), self)
         if twin.shared is not None:
             twin._join_again(twin.shared, self._index())
         return twin
@@ -390,7 +400,8 @@ class Fp8Linear(nn.Linear):
     def __getstate__(self) -> dict[str, Any]:
         """Give codes as uint8: plain pickle has no storage type for FP8."""
         follow_original(self)
-        state = {n: v for n, v in vars(self).items() if n not in ("replays", "_options")}
+        own = ("replays", "_options", "_quantized_from")
+        state = {n: v for n, v in vars(self).items() if n not in own}
         state["shared"] = self.shared and (self.shared, self._index())
         state["_parameters"] = as_bytes(self._parameters)
         return state

@@ -30,6 +30,18 @@ def check_kinds(w13: QTensor, w2: QTensor, activation: Activation) -> None:
     check_activation(activation)
 
 
+def check_rows(name: str, tensor: object) -> None:
+    """Refuse what is no strided tensor with a row for each token."""
+    validation.check_tensor(name, tensor)
+    assert isinstance(tensor, Tensor)
+    if tensor.layout != torch.strided or not tensor.dim() or not tensor.shape[-1]:
+        raise InvalidValue(
+            f"Got {name} of shape {tuple(tensor.shape)} and layout {tensor.layout}.",
+            "It has a row for each token, and the rows are not empty.",
+            "Pass a dense tensor; unsqueeze that of a single token.",
+        )
+
+
 def check_activation(activation: object) -> None:
     """Refuse anything but an ``Activation``."""
     if not isinstance(activation, Activation):
