@@ -170,6 +170,16 @@ def test_an_expanded_buffer_is_filled(tmp_path: Path) -> None:
     assert_same_tensors(models[0], load(tmp_path / "c", models[1]))
 
 
+def test_a_dense_layer_may_hold_its_sizes_as_tensors(tmp_path: Path) -> None:
+    """So do projections of vision towers that compute their input width with torch."""
+    sizes = torch.tensor([128, 256])
+    model = nn.Sequential(nn.Linear(sizes[0], sizes[1])).bfloat16()
+    wanted = nn.Sequential(Fp8Linear.from_linear(model[0]))
+    save(wanted, tmp_path)
+    load(tmp_path, model)
+    assert_same_tensors(model.state_dict(), wanted.state_dict())
+
+
 def test_layers_without_a_shape_are_not_filled(tmp_path: Path) -> None:
     model = nn.Sequential(nn.LazyLinear(128))
     with pytest.raises(ConversionError, match=r"0\.weight, 0\.bias have no shape yet"):

@@ -143,6 +143,14 @@ def test_blocks_are_as_large_as_a_layer_says(
     loads_to(written(tmp_path, announced, "", says, **tensors), fp8kit.dequantize(q))
 
 
+@pytest.mark.parametrize("announced", ["header", "tensor"])
+def test_rows_are_scaled_where_blocks_do_not_fit(announced: str, tmp_path: Path) -> None:
+    q = fp8kit.quantize(torch.randn(256, 64), fp8kit.ROW, role="weight")
+    says = {"format": "float8_e4m3fn_blockwise", "group_size": 128}
+    tensors = {"weight": q.data, "weight_scale": q.scale[:, 0].clone()}
+    loads_to(written(tmp_path, announced, "", says, **tensors), fp8kit.dequantize(q))
+
+
 def test_blocks_of_rows_are_known_by_their_third_axis(tmp_path: Path) -> None:
     q = fp8kit.quantize(torch.randn(96, 192), fp8kit.GroupShape(1, 64), role="weight")
     tensors = {"fc.weight": q.data, "fc.scale_weight": q.scale[..., None].clone()}

@@ -18,7 +18,7 @@ from fp8kit.checkpoint.dialects import (
     scheme_of,
 )
 from fp8kit.errors import CheckpointError
-from fp8kit.formats import BLOCK, GROUP128, ROW, SCHEMES, TENSOR, Scheme
+from fp8kit.formats import BLOCK, GROUP128, ROW, SCHEMES, TENSOR, GroupShape, Scheme
 
 DYNAMIC = {
     "quant_method": "compressed-tensors",
@@ -46,6 +46,7 @@ DYNAMIC = {
     "ignore": ["lm_head"],
     "kv_cache_scheme": None,
 }
+WEIGHTS = DYNAMIC["config_groups"]["group_0"]["weights"]  # type: ignore[index]
 HELD = tuple(SCHEMES)
 
 
@@ -146,6 +147,30 @@ def test_spellings_that_exporters_use() -> None:
     config = changed(weights=weights, input_activations={**inputs, "dynamic": True})
     config["quantization_config"]["quant_method"] = "compressed_tensors"
     assert scheme_in(config) == SCHEMES["FP8_BLOCK"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs", "group", "activation"),
+    [
+        ({"block_structure": [64, 32]}, {"group_size": 32}, GroupShape(64, 32), GroupShape(1, 32)),
+        ({"block_structure": "1x128"}, {"group_size": 128}, GroupShape(1, 128), GROUP128),
+        ({"group_size": 64}, {"group_size": 128}, GroupShape(1, 64), GROUP128),
+        ({"group_size": 128}, None, GroupShape(1, 128), None),
+    ],
+)
+def test_blocks_and_groups_are_of_any_size(
+    weights: dict[str, Any],
+    inputs: dict[str, Any] | None,
+    group: GroupShape,
+    activation: GroupShape | None,
+) -> None:
+    strategy = "block" if "block_structure" in weights else "group"
+    args = {"num_bits": 8, "type": "float", "strategy": "group", "dynamic": True}
+    config = changed(
+        weights={**WEIGHTS, "strategy": strategy, **weights},
+        input_activations={**args, **inputs} if inputs else None,
+    )
+    assert scheme_in(config) == scheme_of(group, activation)
 
 
 def test_groups_may_differ_by_layer() -> None:
@@ -268,9 +293,6 @@ def test_the_library_that_defines_the_format_accepts_what_is_written() -> None:
         assert read.kv_cache_scheme.num_bits == 8
 
 
-WEIGHTS = DYNAMIC["config_groups"]["group_0"]["weights"]  # type: ignore[index]
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -302,9 +324,13 @@ WEIGHTS = DYNAMIC["config_groups"]["group_0"]["weights"]  # type: ignore[index]
         (changed(weights={**WEIGHTS, "symmetric": False}), "8-bit symmetric floats"),
         (changed(weights={**WEIGHTS, "type": "int"}), "8-bit symmetric floats"),
         (changed(weights={**WEIGHTS, "group_size": [[]]}), "8-bit symmetric floats"),
-        (
-            changed(weights={**WEIGHTS, "strategy": "block", "block_structure": [64, 64]}),
-            "block of 128x128 or group of 32",
+        *(
+            (changed(weights={**WEIGHTS, "strategy": "block", "block_structure": sides}), "two pos")
+            for sides in ([64], [64, 0], [64, "64"], "64", 64)
+        ),
+        *(
+            (changed(weights={**WEIGHTS, "strategy": "group", "group_size": size}), "a positive")
+            for size in (None, 0, -1, True, "64")
         ),
         (changed(output_activations={"num_bits": 8}), "output_activations"),
     ],

@@ -17,6 +17,7 @@ from torch import nn
 import fp8kit
 from fp8kit.checkpoint.dialects import (
     DIALECTS,
+    Announcement,
     Format,
     Source,
     Spec,
@@ -330,6 +331,43 @@ def test_torchao_blocks_and_groups() -> None:
     source = Source({}, kinds, {}, {"tensor_names": "[]", "a.weight": text})
     found = dialect_of(source).parse(source).format_of("a")
     assert (found.weight, found.activation) == (BLOCK, GROUP128)
+
+
+def torchao_says(*inputs: dict[str, Any] | None) -> Announcement:
+    """Read the descriptions of layers whose activations have these settings, ``None`` 16 bits."""
+    kinds, texts = {}, {"tensor_names": "[]"}
+    for i, more in enumerate(inputs):
+        acts = None if more is None else {"_data": {"granularity": {"_type": "PerRow"}, **more}}
+        kinds[f"{i}._weight_qdata"] = (E4, (64, 64))
+        data = {"block_size": [1, 64], "act_quant_kwargs": acts}
+        texts[f"{i}.weight"] = json.dumps({"_type": "Float8Tensor", "_data": data})
+    source = Source({}, kinds, {}, texts)
+    return dialect_of(source).parse(source)
+
+
+def test_torchao_may_bound_activations_of_all_layers_alike() -> None:
+    found = torchao_says({"hp_value_ub": 1200.0}, {"hp_value_ub": 1200.0})
+    assert (found.scale_ub, found.unread) == (1200.0, ())
+    assert (torchao_says({}).scale_ub, torchao_says({}).unread) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        (({"hp_value_ub": 2.0}, {}), "from above"),
+        (({"hp_value_ub": 2.0}, None), "from above"),
+        (({"hp_value_ub": 2.0}, {"hp_value_ub": 3.0}), "from above"),
+        (({"hp_value_ub": [2.0]},), "from above"),
+        (({"hp_value_ub": -1.0},), "from above"),
+        (({"hp_value_lb": 1.0},), "from below"),
+        (({"float8_dtype": {"_data": "float8_e5m2"}},), "say float8_e5m2"),
+    ],
+)
+def test_what_torchao_does_with_activations_alone_is_said(inputs: Any, said: str) -> None:
+    found = torchao_says(*inputs)
+    assert found.scale_ub is None
+    assert len(found.unread) == 1
+    assert said in found.unread[0]
 
 
 def test_fbgemm_has_a_bound() -> None:

@@ -299,12 +299,12 @@ def object_in(place: str, found: object) -> JsonObject:
     return read
 
 
-def block_shape(config: JsonObject) -> GroupShape | None:
+def block_shape(config: JsonObject, key: str = "weight_block_size") -> GroupShape | None:
     """Read a block size ``[rows, columns]``; ``None`` if it is absent or null.
 
     Raises ``CheckpointError`` if it is not two positive integers.
     """
-    found = config.get(key := "weight_block_size")
+    found = config.get(key)
     if found is None:
         return None
     sides = found if isinstance(found, list) and len(found) == 2 else ()

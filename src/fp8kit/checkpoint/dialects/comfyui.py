@@ -58,6 +58,9 @@ def _parse(source: Source) -> Announcement:
         exact = layer.startswith(exact_in) or bool(entry.get("full_precision_matrix_mult"))
         side = entry.get("group_size") if str(entry.get("format")).endswith("_blockwise") else None
         square = GroupShape(side, side) if isinstance(side, int) and side > 0 else None
+        # convert_to_quant scales rows where a side is no multiple of the blocks, and says blocks
+        scale = source.kinds.get(f"{layer}.weight_scale".lstrip("."), (None, ()))[1]
+        square = None if len(scale) == 1 else square
         return Format(square, static=None, weight_only=True, swizzled=True, unscaled=exact)
 
     return Announcement(format_of)

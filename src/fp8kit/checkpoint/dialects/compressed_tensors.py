@@ -166,23 +166,39 @@ def _group(name: str, group: JsonObject, found: JsonObject) -> Format:
     if isinstance(weights.get("block_structure"), str):  # written so by early exporters
         sides = weights["block_structure"].split("x")
         weights["block_structure"] = [int(n) for n in sides if n.isdecimal() and len(n) < 6]
-    same = (g for g, w in _WEIGHTS.items() if {**_ARGS, **w, "dynamic": False} == weights)
-    weight = next(same, None)
     if weights == {**_ARGS, **_WEIGHTS[MX], "num_bits": 4, "dynamic": False}:
         return Format(MX, MX)  # FP4 values are FP8 values
     if weights == {**_ARGS, **_NVFP4, "dynamic": False}:
         return Format()  # its tensors tell what it became when it was read
+    known = _WEIGHTS | _of_any_size(f"config_groups.{name}.weights", weights)
+    same = (g for g, w in known.items() if {**_ARGS, **w, "dynamic": False} == weights)
+    weight = next(same, None)
     if weight is not None and not inputs:
         return Format(weight, weight_only=True)
-    for (activation, static), x in _ACTIVATIONS.items():
+    groups = _of_any_size(f"config_groups.{name}.input_activations", inputs)
+    dynamic = {(g, False): {**x, "dynamic": True} for g, x in groups.items() if g.rows == 1}
+    for (activation, static), x in (_ACTIVATIONS | dynamic).items():
         if weight is not None and {**_ARGS, **x} == inputs:
             return Format(weight, activation, static)
     raise CheckpointError(
         f"Config group {name} has weights {weights} and input_activations {inputs or None}.",
-        "This version reads 8-bit symmetric floats: weights by tensor, channel, block of 128x128 "
-        "or group of 32, activations static by tensor, or dynamic.",
+        "This version reads 8-bit symmetric floats: weights by tensor, channel, block or group, "
+        "activations static by tensor, or dynamic.",
         base.OTHER_FORMAT,
     )
+
+
+def _of_any_size(key: str, args: JsonObject) -> dict[GroupShape, JsonObject]:
+    """Return the granularity of blocks or groups with what says it, whatever their sides are."""
+    blocks = args.get("strategy") == "block"
+    if blocks and (shape := base.block_shape(args, "block_structure")):
+        return {shape: {"strategy": "block", "block_structure": [shape.rows, shape.cols]}}
+    if args.get("strategy") != "group":
+        return {}
+    size = args.get("group_size")
+    if type(size) is not int or not 0 < size <= 2**20:
+        raise base.invalid(f"{key}.group_size", size, "a positive integer")
+    return {GroupShape(1, size): {"strategy": "group", "group_size": size}}
 
 
 def _args(name: str, group: JsonObject, key: str) -> JsonObject:

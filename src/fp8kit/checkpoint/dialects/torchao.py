@@ -7,6 +7,8 @@ are usually swizzled into 128x4 tiles. Pickled version-1 files are not read.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from fp8kit.checkpoint.dialects import base
@@ -15,6 +17,12 @@ from fp8kit.errors import CheckpointError
 from fp8kit.formats import MX, ROW, TENSOR, GroupShape
 
 _GRANULARITIES = {"PerRow": ROW, "PerTensor": TENSOR}
+# what is said of bounds on amax of activations that are not carried out
+_BOUNDS = {
+    "hp_value_lb": "The headers bound activations from below (hp_value_lb); here it is not.",
+    "hp_value_ub": "The headers bound activations from above (hp_value_ub), but not by one "
+    "number for all layers; it is not bounded here.",
+}
 
 
 def _detect(source: Source) -> bool:
@@ -36,7 +44,31 @@ def _parse(source: Source) -> Announcement:
                 return _described(name, source.metadata[name], source)
         raise base.invalid(f"{layer}.weight", None, "a description", file="The safetensors header")
 
-    return Announcement(format_of, ignore)
+    inputs = [_inputs(t) for name, t in source.metadata.items() if _codes(name) in source.kinds]
+    bound = _common_bound(inputs)
+    asked = {key for acts in inputs for key in _BOUNDS if acts.get(key) is not None}
+    unread = [_BOUNDS[key] for key in sorted(asked) if key != "hp_value_ub" or bound is None]
+    dtypes = str([(acts.get("float8_dtype"), acts.get("elem_dtype")) for acts in inputs])
+    if "float8_e5m2" in dtypes:
+        unread.append("The headers say float8_e5m2 for activations; here they are float8_e4m3fn.")
+    return Announcement(format_of, ignore, tuple(unread), bound)
+
+
+def _inputs(text: str) -> JsonObject:
+    """Return what a description says about activations; empty if that cannot be read."""
+    try:
+        acts = json.loads(text)["_data"]["act_quant_kwargs"]["_data"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return {}  # reported where the layer is described
+    return acts if isinstance(acts, dict) else {}
+
+
+def _common_bound(inputs: Sequence[JsonObject]) -> float | None:
+    """Return the bound on amax that all layers have; ``None`` if there is no such number."""
+    bounds = [acts.get("hp_value_ub") for acts in inputs]
+    first = bounds[0] if bounds else None
+    fits = isinstance(first, int | float) and 0 < first < math.inf
+    return first if fits and all(bound == first for bound in bounds) else None
 
 
 def _described(name: str, text: str, source: Source) -> Format:

@@ -287,8 +287,8 @@ def layers_by_plan(model: nn.Module, options: PlanOptions, dtype: torch.dtype) -
 
 def empty_layer(dense: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> Fp8Linear:
     """Make the FP8 layer that a dense one becomes, on meta, with a compute dtype."""
-    shape = (dense.in_features, dense.out_features)
-    layer = Fp8Linear(*shape, dense.bias is not None, scheme, device="meta", dtype=dtype)
+    rows, cols = dense.weight.shape  # in_features and out_features may be tensors
+    layer = Fp8Linear(cols, rows, dense.bias is not None, scheme, device="meta", dtype=dtype)
     if dense.bias is not None:
         layer.bias.requires_grad_(dense.bias.requires_grad)
     return layer
