@@ -26,7 +26,8 @@ from fp8kit.conversion.readers.values import closure
 from fp8kit.conversion.report import ALREADY, TIED, Record
 from fp8kit.formats import FLOATS
 from fp8kit.modules.dense import extras, is_linear, unlike_linear
-from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
+from fp8kit.modules.expert_stacks import ExpertStacks
+from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.hooks import own_names
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import held_bytes

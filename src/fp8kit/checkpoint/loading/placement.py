@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8kit import functional
-from fp8kit.checkpoint.loading.expert_stacks import StackPlacement
+from fp8kit.checkpoint.loading.expert_placement import StackPlacement
 from fp8kit.checkpoint.loading.merged_weights import (
     Fp8Weight,
     check_shape,
