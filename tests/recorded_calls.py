@@ -24,9 +24,9 @@ from fp8kit.matmul import reference as multiplier
 from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.matmul.tma_operands import by_column
 from fp8kit.modules import fused_producers
-from fp8kit.moe import choice
-from fp8kit.moe.choice import ChoiceBackend, Formula
+from fp8kit.moe import top_k
 from fp8kit.moe.problem import ExpertOperands, ExpertsProblem, ExpertWeights, MoeBackend
+from fp8kit.moe.top_k import Formula, TopKBackend
 from fp8kit.quantizers import reference as quantizer
 from fp8kit.quantizers.problem import QuantizerBackend
 from fp8kit.quantizers.scale_layout import empty_scale
@@ -246,7 +246,7 @@ class CpuBackends:
         weights = torch.empty(x.shape[0], how.top_k, dtype=how.dtype)
 
         def kernel(x: Tensor, bias: Tensor, *results: Tensor) -> None:
-            _write(results, choice.choose(x, bias, how))
+            _write(results, top_k.choose(x, bias, how))
 
         launch(kernel, x, bias, ids, weights)
         return ids, weights
@@ -320,7 +320,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
             rms_normed=made.rms_normed,
             rotated=made.rotated,
         ),
-        "choice": ChoiceBackend(choose=made.choose),
+        "top_k": TopKBackend(choose=made.choose),
         "moe": MoeBackend(experts=made.experts),
     }
     tables = {kind: {"reference": backend} for kind, backend in backends.items()}
