@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8kit
-from fp8kit.checkpoint.expert_names import split_experts
+from fp8kit.checkpoint.expert_splitting import split_experts
 from fp8kit.modules.expert_stacks import ExpertStacks
 
 E, H = 2, 256
