@@ -106,7 +106,7 @@ class Eligibility:
             )
         return ""
 
-    def of_experts(self, names: Sequence[str], stacks: ExpertStacks, wanted: bool = False) -> str:
+    def of_experts(self, names: Sequence[str], stacks: ExpertStacks, wanted: bool) -> str:
         """Return why a module of experts cannot become FP8; empty if it can."""
         module = self._model.get_submodule(names[0])
         if isinstance(module, ExpertTensors):
@@ -165,7 +165,7 @@ class Eligibility:
         return ""
 
 
-def bypassed(module: nn.Module, name: str, reason: str = "") -> list[Record]:
+def bypassed(module: nn.Module, name: str, reason: str) -> list[Record]:
     """Report large matrices that are not in a linear layer, so that none is silently skipped."""
     if isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd)):
         return []

@@ -38,7 +38,7 @@ def level(fuse: str | Mapping[str, Sequence[str]]) -> int:
 def user_links(
     model: nn.Module,
     rules: Mapping[str, Sequence[str]],
-    run: Callable[[nn.Module], object] | None = None,
+    run: Callable[[nn.Module], object] | None,
 ) -> list[Link]:
     """Read and check a user's fusion rules for a dense model.
 

@@ -54,7 +54,7 @@ class ConvertedPart(TensorInfo):
 
 
 def as_fp8(
-    tensors: Mapping[str, TensorInfo], scheme: Scheme | None, tiled: bool = False
+    tensors: Mapping[str, TensorInfo], scheme: Scheme | None, tiled: bool
 ) -> dict[str, TensorInfo]:
     """Return tensors with NVFP4 weights replaced by the FP8 tensors that reading makes of them.
 
