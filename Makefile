@@ -50,7 +50,7 @@ test-oldest: $(VENV)/.installed  ## every Triton kernel, compiled by the oldest 
 		'triton==$(shell sed -n 's/^triton = ."triton>=\(.*\)".$$/\1/p' pyproject.toml).*'
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(WORKERS) -k compile \
 		tests/fused/test_triton.py tests/matmul/test_triton_gemm.py tests/moe/test_experts.py \
-		tests/moe/test_triton_routing.py
+		tests/moe/test_triton_top_k.py
 
 # An environment of its own: beside a torch for CPUs torchvision breaks imports of other libraries.
 $(ZOO)/.installed: pyproject.toml constraints.txt

@@ -17,7 +17,7 @@ HOMES = {
     "quantizers": ("fp8kit.ops.bodies.QUANTIZER_BACKENDS",),
     "moe": ("fp8kit.moe.operators.MOE_BACKENDS",),
     "fused": ("fp8kit.fused.operators.FUSED_BACKENDS",),
-    "choice": ("fp8kit.moe.choice.CHOICE_BACKENDS",),
+    "top_k": ("fp8kit.moe.top_k.TOP_K_BACKENDS",),
     "plan": ("fp8kit.conversion.notes.MATMUL_BACKENDS",),
     "slower_layers": ("fp8kit.conversion.slower_layers.MATMUL_BACKENDS",),
     "warmup": ("fp8kit.perf.row_counts.MATMUL_BACKENDS",),

@@ -19,14 +19,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 import backend_tables
 from fp8kit.formats import BLOCK, GroupShape
 from fp8kit.fused import reference
-from fp8kit.fused.problem import FusedBackend, Target
+from fp8kit.fused.problem import CodesFormat, FusedBackend
 from fp8kit.matmul import reference as multiplier
 from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.matmul.tma_operands import by_column
 from fp8kit.modules import fused_producers
-from fp8kit.moe import choice
-from fp8kit.moe.choice import ChoiceBackend, Formula
+from fp8kit.moe import top_k
 from fp8kit.moe.problem import ExpertOperands, ExpertsProblem, ExpertWeights, MoeBackend
+from fp8kit.moe.top_k import Formula, TopKBackend
 from fp8kit.quantizers import reference as quantizer
 from fp8kit.quantizers.problem import QuantizerBackend
 from fp8kit.quantizers.scale_layout import empty_scale
@@ -146,19 +146,19 @@ class CpuBackends:
         eps: float,
         weight_offset: float,
         rounding: str,
-        target: Target,
+        how: CodesFormat,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         self.calls.append("norm")
         total = None if residual is None else torch.empty(x.shape, dtype=x.dtype)
 
         def kernel(
-            target: Target, x: Tensor, residual: Tensor, weight: Tensor, *results: Tensor
+            how: CodesFormat, x: Tensor, residual: Tensor, weight: Tensor, *results: Tensor
         ) -> None:
             numbers = (eps, weight_offset, rounding)
-            found = reference.rms_norm(x, residual, weight, *numbers, target)
+            found = reference.rms_norm(x, residual, weight, *numbers, how)
             _write(results, found)
 
-        return *_fused(kernel, x, (residual, weight), target, total), total
+        return *_fused(kernel, x, (residual, weight), how, total), total
 
     def rms_normed(
         self, x: Tensor, weight: Tensor, eps: float, weight_offset: float, rounding: str
@@ -193,36 +193,36 @@ class CpuBackends:
         modulation: tuple[Tensor, Tensor] | None,
         eps: float,
         rounding: str,
-        target: Target,
+        how: CodesFormat,
     ) -> tuple[Tensor, Tensor]:
         self.calls.append("norm")
         gain, shift = modulation or (None, None)
 
-        def kernel(target: Target, x: Tensor, *memory: Tensor) -> None:
+        def kernel(how: CodesFormat, x: Tensor, *memory: Tensor) -> None:
             weight, bias, gain, shift, *results = memory
             pair = None if gain is None else (gain, shift)
-            found = reference.layer_norm(x, weight, bias, pair, eps, rounding, target)
+            found = reference.layer_norm(x, weight, bias, pair, eps, rounding, how)
             _write(results, found)
 
-        return _fused(kernel, x, (weight, bias, gain, shift), target)
+        return _fused(kernel, x, (weight, bias, gain, shift), how)
 
     def activation(
         self,
         kind: str,
         gate: Tensor,
         up: Tensor | None,
-        target: Target,
+        how: CodesFormat,
         left: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         self.calls.append("activate")
 
         def kernel(
-            target: Target, gate: Tensor, up: Tensor, left: Tensor, *results: Tensor
+            how: CodesFormat, gate: Tensor, up: Tensor, left: Tensor, *results: Tensor
         ) -> None:
-            _write(results, reference.activation(kind, gate, up, target, left))
+            _write(results, reference.activation(kind, gate, up, how, left))
 
         columns = 0 if left is None else left.shape[-1]
-        return _fused(kernel, gate, (up, left), target, columns=columns)
+        return _fused(kernel, gate, (up, left), how, columns=columns)
 
     def experts(self, operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
         self.calls.append("experts")
@@ -246,7 +246,7 @@ class CpuBackends:
         weights = torch.empty(x.shape[0], how.top_k, dtype=how.dtype)
 
         def kernel(x: Tensor, bias: Tensor, *results: Tensor) -> None:
-            _write(results, choice.choose(x, bias, how))
+            _write(results, top_k.choose(x, bias, how))
 
         launch(kernel, x, bias, ids, weights)
         return ids, weights
@@ -256,18 +256,18 @@ def _fused(
     kernel: Callable[..., None],
     x: Tensor,
     operands: Sequence[Tensor | None],
-    target: Target,
+    how: CodesFormat,
     total: Tensor | None = None,
     columns: int = 0,  # of the codes, before those of x
 ) -> tuple[Tensor, Tensor]:
     whole = x[..., :1].expand(*x.shape[:-1], columns + x.shape[-1])
-    data = torch.empty(whole.shape, dtype=target.dtype)
-    scale = empty_scale(whole, target.group, target.scale_layout)
+    data = torch.empty(whole.shape, dtype=how.dtype)
+    scale = empty_scale(whole, how.group, how.scale_layout)
 
     def on_memory(given: Tensor | None, bound: Tensor | None, *memory: Tensor) -> None:
-        kernel(target._replace(scale=given, scale_ub=bound), *memory)
+        kernel(how._replace(scale=given, scale_ub=bound), *memory)
 
-    launch(on_memory, target.scale, target.scale_ub, x, *operands, data, scale, total)
+    launch(on_memory, how.scale, how.scale_ub, x, *operands, data, scale, total)
     return data, scale
 
 
@@ -320,7 +320,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
             rms_normed=made.rms_normed,
             rotated=made.rotated,
         ),
-        "choice": ChoiceBackend(choose=made.choose),
+        "top_k": TopKBackend(choose=made.choose),
         "moe": MoeBackend(experts=made.experts),
     }
     tables = {kind: {"reference": backend} for kind, backend in backends.items()}

@@ -36,11 +36,11 @@ from fp8kit.fused import triton_attention
 from fp8kit.matmul import triton_gemm
 from fp8kit.matmul.hopper import gemm, heuristics
 from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
-from fp8kit.moe import Activation, triton_routing
+from fp8kit.moe import Activation, triton_top_k
 from fp8kit.moe import operators as expert_operators
 from fp8kit.moe import triton as moe_triton
-from fp8kit.moe.choice import Formula
 from fp8kit.moe.hopper import experts as hopper_experts
+from fp8kit.moe.top_k import Formula
 from fp8kit.quantizers import triton
 from fp8kit.runtime import cuda_launch
 from fp8kit.runtime.weight_hazards import mark_synchronized
@@ -323,7 +323,7 @@ def expert_calls(device: str) -> Calls:
         bias = torch.randn(experts, device=device) if scoring == "sigmoid" else None
         formula = Formula(top_k, scoring, True, 1.0, torch.float32)
         logits = torch.randn(3, experts, device=device)
-        calls[f"choose {formula}"] = lambda given=(logits, bias, formula): triton_routing.choose(
+        calls[f"choose {formula}"] = lambda given=(logits, bias, formula): triton_top_k.choose(
             *given
         )
     return calls

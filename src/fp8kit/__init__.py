@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     from fp8kit.io.models import load as load
     from fp8kit.io.models import save as save
     from fp8kit.io.translation import convert_checkpoint as convert_checkpoint
-    from fp8kit.modules.expert_tensors import ExpertStacks as ExpertStacks
+    from fp8kit.modules.expert_stacks import ExpertStacks as ExpertStacks
     from fp8kit.modules.experts import Fp8Experts as Fp8Experts
     from fp8kit.modules.linear import Fp8Linear as Fp8Linear
     from fp8kit.modules.weight_parts import join_scales as join_scales
@@ -119,7 +119,7 @@ else:
         "functional": "dequantize linear quantize scaled_mm",
         "io.models": "load save",
         "modules.experts": "Fp8Experts",
-        "modules.expert_tensors": "ExpertStacks",
+        "modules.expert_stacks": "ExpertStacks",
         "modules.linear": "Fp8Linear",
         "integrations.transformers_quantizer": "Fp8KitConfig",
         "modules.weight_parts": "join_scales recode requantize",

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from ahead import compiled_by
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, min_scale
 from fp8kit.fused import reference
-from fp8kit.fused.problem import ACTIVATIONS, FusedProblem, Target
+from fp8kit.fused.problem import ACTIVATIONS, CodesFormat, FusedProblem
 from fp8kit.quantizers.scale_layout import empty_scale
 from grids import COMPILED, diagonal, pairwise
 from numerics import assert_bits_equal, bits
@@ -94,10 +94,12 @@ LAYER_VARIANTS = (
 )
 
 
-def target(x: Tensor, group: GroupShape, dtype: torch.dtype = E4M3, **changes: object) -> Target:
+def codes_format(
+    x: Tensor, group: GroupShape, dtype: torch.dtype = E4M3, **changes: object
+) -> CodesFormat:
     scale = torch.full((1, 1), 0.013, device=x.device) if group == TENSOR else None
     rounding = "floor" if group == MX else "exact"
-    plain = Target(scale, group, dtype, min_scale(group, dtype, "activation"), None, rounding)
+    plain = CodesFormat(scale, group, dtype, min_scale(group, dtype, "activation"), None, rounding)
     return plain._replace(**changes)
 
 
@@ -179,7 +181,7 @@ def test_the_reference_is_the_rms_norm_of_llama_and_gemma(dtype: torch.dtype, k:
 def test_the_reference_adds_the_residual_as_a_decoder_layer_does() -> None:
     x, residual = torch.randn(2, 5, 512).bfloat16()
     llama, weight = transformers_norm("llama", 512, torch.bfloat16)
-    t = target(x, ROW)
+    t = codes_format(x, ROW)
     data, scale, total = reference.rms_norm(x, residual, weight, EPS, 0.0, "stepwise", t)
     assert total is not None
     assert_bits_equal(total, residual + x)
@@ -241,7 +243,7 @@ def test_rms_norm_bits(
     offset, rounding, adds = variant
     x, residual = (poisoned(integers(*shape, dtype, device))[:-1] for _ in range(2))
     # the last row's 3e4 has a square that is not exact
-    weight, t = torch.randn(shape[1], device=device).to(dtype), target(x, group)
+    weight, t = torch.randn(shape[1], device=device).to(dtype), codes_format(x, group)
     arguments = (weight.float() if adds else weight, EPS, offset, rounding, t)
     added = residual if adds else None
     assert_same(fused.rms_norm(x, added, *arguments), reference.rms_norm(x, added, *arguments))
@@ -293,7 +295,7 @@ def test_layer_norm_bits(
     if TRITON_3_8 and device.type == "cpu" and dtype == torch.bfloat16 and "modulation" in given:
         pytest.skip("the interpreter of Triton 3.8 has no constants of bf16")
     x = integers(2 * m, k, dtype, device)
-    t = target(x, group)
+    t = codes_format(x, group)
     weight, bias = torch.randn(2, k, device=device).to(dtype)
     modulation = torch.randn(2, 2 * k, device=device).to(dtype).chunk(2, 1)
     arguments = (
@@ -323,7 +325,7 @@ def test_activations_quantize_their_rounded_result_exactly(
     m, k = shape
     gate, up = torch.randn(m, 2 * k, device=device).to(dtype).mul(3).chunk(2, 1)
     gate = gate.contiguous()
-    t, act = target(gate, group), applied(kind, gate)
+    t, act = codes_format(gate, group), applied(kind, gate)
     act = act * up if gated else act
     assert_same(fused.activation(kind, gate, up if gated else None, t), reference.quantized(act, t))
 
@@ -346,7 +348,7 @@ def test_activations_behind_other_columns(
     wide = torch.randn(m, width + 2 * k, device=device).to(dtype).mul(3)
     left, gate, up = wide.split([width, k, k], 1)
     gate, up = gate.contiguous(), up if gated else None
-    t, act = target(wide[:, : width + k], group), applied(kind, gate)
+    t, act = codes_format(wide[:, : width + k], group), applied(kind, gate)
     whole = torch.cat((left, act if up is None else act * up), 1)
     assert_same(fused.activation(kind, gate, up, t, left), reference.quantized(whole, t))
     whole = torch.cat((left, reference.activated(kind, gate, up)), 1)
@@ -365,7 +367,7 @@ def test_activations_of_special_values(device: torch.device, kind: str) -> None:
     x = torch.tensor(special, device=device).reshape(-1, 1).expand(-1, 130).bfloat16()
     x = torch.cat([x, x.roll(1, 0)], 1)
     for group in (ROW, TENSOR):
-        t = target(x, group)
+        t = codes_format(x, group)
         assert_same(fused.activation(kind, x, None, t), reference.activation(kind, x, None, t))
 
 
@@ -390,7 +392,7 @@ def test_every_format_bound_and_rounding(
     weight = torch.randn(384, device=device).bfloat16()
     if "scale_ub" in changes:
         changes = {"scale_ub": torch.tensor(changes["scale_ub"], device=device)}
-    t = target(x, group, dtype, **changes)
+    t = codes_format(x, group, dtype, **changes)
     arguments = (x, None, weight, EPS, 0.0, "stepwise", t)
     assert_same(fused.rms_norm(*arguments), reference.rms_norm(*arguments))
 
@@ -404,7 +406,7 @@ def test_static_scales_of_every_size(
 ) -> None:
     x = integers(4, 200, torch.bfloat16, device)
     weight = torch.randn(200, device=device).bfloat16()
-    t = target(x, TENSOR, dtype, scale=torch.full((1, 1), scale, device=device))
+    t = codes_format(x, TENSOR, dtype, scale=torch.full((1, 1), scale, device=device))
     arguments = (x, None, weight, EPS, 0.0, "stepwise", t)
     assert_same(fused.rms_norm(*arguments), reference.rms_norm(*arguments))
 
@@ -423,7 +425,7 @@ def test_scales_by_column_bits(
     count = math.prod(shape[:-1])
     x = integers(count + 1, shape[-1], torch.bfloat16, device)[:count].view(shape)
     weight = torch.randn(shape[-1], device=device).bfloat16()
-    by_row = target(x, group)
+    by_row = codes_format(x, group)
     by_column = by_row._replace(scale_layout="column")
     for backend in (fused, reference):
         if producer == "rms":  # of exact sums, so that backends agree in every bit
@@ -453,7 +455,7 @@ def test_norms_of_real_values(
 ) -> None:
     x, residual = torch.randn(2, *shape, device=device).to(dtype) * 2
     weight, bias = torch.randn(2, shape[1], device=device).to(dtype)
-    t = target(x, group)
+    t = codes_format(x, group)
     if norm == "layer":
         arguments = (x + 1, weight, bias, None, EPS, "once", t)
         assert_nearly_same(fused.layer_norm(*arguments), reference.layer_norm(*arguments))
@@ -544,7 +546,7 @@ def test_strides_and_leading_dimensions(device: torch.device) -> None:
     k = 200
     weight = torch.randn(k, device=device).bfloat16()
     for x, group in diagonal(layouts(6, k, device), (ROW, GROUP128, TENSOR)):
-        t = target(x, group)
+        t = codes_format(x, group)
         arguments = (x, x, weight, EPS, 0.0, "once", t)
         found, expected = fused.rms_norm(*arguments), reference.rms_norm(*arguments)
         assert found[1].shape == expected[1].shape
@@ -559,7 +561,7 @@ def test_empty(device: torch.device, shape: tuple[int, ...]) -> None:
     x = torch.empty(shape, device=device, dtype=torch.bfloat16)
     weight = torch.ones(shape[-1], device=device, dtype=torch.bfloat16)
     for group in GROUPS:
-        t = target(x, group)
+        t = codes_format(x, group)
         for backend in (fused, reference):
             data, _, total = backend.rms_norm(x, x, weight, EPS, 0.0, "once", t)
             assert data.shape == shape == total.shape
@@ -572,7 +574,7 @@ def test_a_rows_bits_depend_on_nothing_else(device: torch.device) -> None:
     for m, k in interpreted if device.type == "cpu" else ((67, 48), (67, 4096), (67, 14336)):
         x = torch.randn(m, k, device=device).bfloat16()
         weight = torch.randn(k, device=device).bfloat16()
-        t = target(x, ROW)
+        t = codes_format(x, ROW)
         data, scale, _ = fused.rms_norm(x, None, weight, EPS, 0.0, "stepwise", t)
         for first, last in ((0, 1), (m - 1, m), (2, m - 1)):
             part = fused.rms_norm(x[first:last], None, weight, EPS, 0.0, "stepwise", t)
@@ -586,7 +588,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     x[-2:] = integers(2, k, torch.bfloat16, torch.device("cuda"))[:1]
     weight = torch.randn(k, device="cuda").bfloat16()
     for group in (ROW, GROUP128):
-        t = target(x, group)
+        t = codes_format(x, group)
         found = fused.rms_norm(x, None, weight, EPS, 0.0, "stepwise", t)[:2]
         expected = reference.rms_norm(x[-2:], None, weight, EPS, 0.0, "stepwise", t)[:2]
         assert_same(tuple(part[-2:] for part in found), expected)
@@ -601,7 +603,7 @@ def test_a_norm_sees_what_the_kernel_ahead_writes() -> None:
     # 33 MB are prefetched while the sum that they are is still being written
     x = torch.randn(4099, 4100, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(4100, device="cuda").bfloat16()
-    t = target(x, ROW)
+    t = codes_format(x, ROW)
     for _ in range(20):
         *_, total = fused.rms_norm(x, torch.randn_like(x), weight, EPS, 0.0, "stepwise", t)
         arguments = (total, None, weight, EPS, 0.0, "stepwise", t)
@@ -748,7 +750,7 @@ def test_supports_only_gpus_with_fp8(place: tuple[str, tuple[int, int] | None]) 
 
 def test_the_comparison_of_codes_can_fail() -> None:
     x = torch.randn(4, 256)
-    data, scale = reference.quantized(x, target(x, ROW))
+    data, scale = reference.quantized(x, codes_format(x, ROW))
     moved = bits(data).clone()
     moved[0, 0] ^= 4
     with pytest.raises(AssertionError):

@@ -14,7 +14,7 @@ import fp8kit
 from fp8kit import fused
 from fp8kit.formats import Scheme
 from fp8kit.modules.activation_formula import activation_codes
-from fp8kit.modules.codes_calls import target
+from fp8kit.modules.codes_calls import quantize_options
 from fp8kit.modules.fused_producers import FusedGatedMlp
 from fp8kit.modules.norm_formula import NormFormula
 from fp8kit.ops.operators import RowCodes
@@ -61,7 +61,7 @@ def assert_codes(codes: RowCodes, q: fp8kit.QTensor) -> None:
 
 def quantized(formula: NormFormula, x: Tensor, norm: nn.Module, scheme: Scheme) -> fp8kit.QTensor:
     """Compute the codes of a norm by the public functions, which record nothing."""
-    weight, how = norm._parameters.get("weight"), target(scheme)
+    weight, how = norm._parameters.get("weight"), quantize_options(scheme)
     if formula.kind == "layer_norm":
         bias = norm._parameters.get("bias")
         return fused.layer_norm_quantize(x, weight, bias, formula.eps, **how)
@@ -163,11 +163,11 @@ def test_activations_are_recorded(
         assert cpu_backends.calls == ([] if turn > 1 else ["activate"])
         approximate = "tanh" if kind == "gelu_tanh" else "none"
         if kind == "silu":
-            q = fused.silu_mul_quantize(gate, up, **target(made))
+            q = fused.silu_mul_quantize(gate, up, **quantize_options(made))
         elif up is None:
-            q = fused.gelu_quantize(gate, approximate, **target(made))
+            q = fused.gelu_quantize(gate, approximate, **quantize_options(made))
         else:
-            q = fused.gelu_mul_quantize(gate, up, approximate, **target(made))
+            q = fused.gelu_mul_quantize(gate, up, approximate, **quantize_options(made))
         assert_codes(codes, q)
 
 
@@ -358,6 +358,6 @@ def test_on_a_gpu_recordings_give_the_bits_of_the_operators(scheme: str, rows: i
         assert_codes(codes, quantized(FORMULAS["llama"], total, norms["llama"], made))
         gate, up = x_of(1, rows, 2 * K, device="cuda").chunk(2, -1)
         codes = activation_codes("silu", gate, up, made).run(recordings["silu"])[0]
-        assert_codes(codes, fused.silu_mul_quantize(gate, up, **target(made)))
+        assert_codes(codes, fused.silu_mul_quantize(gate, up, **quantize_options(made)))
     for each in recordings.values():
         assert each.launches(x.shape) == 1 or each.launches(gate.shape) == 1

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fp8kit
 from fp8kit.conversion.experts import recognize
 from fp8kit.formats import BLOCK, QTensor
-from fp8kit.modules.stacked_experts import convert_experts
+from fp8kit.modules.library_experts import convert_experts
 from numerics import assert_bits_equal
 from recorded_calls import CpuBackends, install, record_on_cpu
 

@@ -19,7 +19,7 @@ from ahead import compiled_for, counts, dumped
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, min_scale
 from fp8kit.fused import triton as fused_triton
 from fp8kit.fused import triton_activations, triton_norms, triton_plain_norm
-from fp8kit.fused.problem import Target
+from fp8kit.fused.problem import CodesFormat
 from fp8kit.quantizers import triton as plain
 from fp8kit.quantizers import triton_groups, triton_rows, triton_tensor
 
@@ -73,7 +73,7 @@ def cases() -> dict[str, Callable[[], object]]:
         x, w = torch.empty(4096, k).bfloat16(), torch.empty(k).bfloat16()
         pair = (w[None], w[None])
         for kind, group in GROUPS.items():
-            t = target(group, kind)
+            t = codes_format(group, kind)
             if k == 4096 or kind == "row":
                 todo[f"rms {k} {kind}"] = lambda x=x, w=w, t=t: fused_triton.rms_norm(
                     x, None, w, 1e-6, 0.0, "stepwise", t
@@ -91,19 +91,19 @@ def cases() -> dict[str, Callable[[], object]]:
         todo[f"plain {k}"] = lambda x=x, w=w: fused_triton.rms_normed(x, w, 1e-6, 0.0, "stepwise")
     for dtype in (torch.bfloat16, torch.float16):  # a last tile that one column reaches
         x, w = torch.empty(512, 1025, dtype=dtype), torch.empty(1025, dtype=dtype)
-        t, name = target(ROW, "row"), f"1025 row {TYPES[dtype]}"
+        t, name = codes_format(ROW, "row"), f"1025 row {TYPES[dtype]}"
         todo[f"rms {name}"] = lambda x=x, w=w, t=t: fused_triton.rms_norm(
             x, None, w, 1e-6, 0.0, "stepwise", t
         )
         todo[f"gated {name}"] = lambda x=x, t=t: fused_triton.activation("silu", x, x, t)
     x, w = torch.empty(4096, 4096).bfloat16(), torch.empty(4096).bfloat16()
-    mx = Target(None, MX, E4M3, 0.0, None, "floor", "column")
+    mx = CodesFormat(None, MX, E4M3, 0.0, None, "floor", "column")
     todo["rms 4096 mx column"] = lambda x=x: fused_triton.rms_norm(
         x, None, w, 1e-6, 0.0, "stepwise", mx
     )
     wide = torch.empty(4096, 14336).bfloat16()
     for kind, group in GROUPS.items():
-        t = target(group, kind)
+        t = codes_format(group, kind)
         todo[f"gelu 14336 {kind}"] = lambda t=t: fused_triton.activation("gelu", wide, None, t)
         if kind != "static":
             options = (group, E4M3, t.min_scale, None, "exact", t.scale_layout)
@@ -116,12 +116,12 @@ def cases() -> dict[str, Callable[[], object]]:
     return todo
 
 
-def target(group: GroupShape, kind: str) -> Target:
-    """Return the ``Target`` of a fused kernel: how it quantizes its result."""
+def codes_format(group: GroupShape, kind: str) -> CodesFormat:
+    """Return the ``CodesFormat`` of a fused kernel: how it quantizes its result."""
     scale = torch.empty(1, 1) if group == TENSOR else None
     layout = "column" if kind == "column" else "row"
     floor = min_scale(group, E4M3, "activation")
-    return Target(scale, group, E4M3, floor, None, "exact", layout)
+    return CodesFormat(scale, group, E4M3, floor, None, "exact", layout)
 
 
 def built(kernel: Any, arguments: tuple[object, ...], options: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from edges import around, changes, dealt, sampled
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, min_scale
 from fp8kit.fused import reference as fused_reference
-from fp8kit.fused.problem import ACTIVATIONS, Target
+from fp8kit.fused.problem import ACTIVATIONS, CodesFormat
 from fp8kit.quantizers import reference
 from numerics import assert_bits_equal
 
@@ -144,10 +144,10 @@ def guarded(m: int, k: int, dtype: torch.dtype, integers: bool) -> Tensor:
     return x
 
 
-def target(group: GroupShape, dtype: torch.dtype = E4M3) -> Target:
+def codes_format(group: GroupShape, dtype: torch.dtype = E4M3) -> CodesFormat:
     scale = torch.full((1, 1), 0.013, device="cuda") if group == TENSOR else None
     rounding = "floor" if group == MX else "exact"
-    return Target(scale, group, dtype, min_scale(group, dtype, "activation"), None, rounding)
+    return CodesFormat(scale, group, dtype, min_scale(group, dtype, "activation"), None, rounding)
 
 
 def run(case: Case) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
@@ -155,7 +155,7 @@ def run(case: Case) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...
     kernel, m, k, dtype, turn = case
     if "norm" in kernel or kernel == "adaptive":
         # the scale of a row needs all of its tiles: every width is tried with it
-        t = target(ROW if turn % 3 else FUSED_GROUPS[turn // 3 % 4])
+        t = codes_format(ROW if turn % 3 else FUSED_GROUPS[turn // 3 % 4])
         x, residual = (guarded(m, k, dtype, True) for _ in range(2))
         weight = torch.randn(k, device="cuda").to(dtype)
         if "plain" in kernel:  # heads, between which another's lie
@@ -174,7 +174,7 @@ def run(case: Case) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...
         return fused_triton.layer_norm(*arguments), fused_reference.layer_norm(*arguments)
     x = guarded(m, k, dtype, False)
     if kernel in ("gated", "activation"):
-        t = target(ROW if turn % 3 else FUSED_GROUPS[turn // 3 % 4])
+        t = codes_format(ROW if turn % 3 else FUSED_GROUPS[turn // 3 % 4])
         kind = ACTIVATIONS[turn % len(ACTIVATIONS)]
         up = guarded(m, k, dtype, False) if kernel == "gated" else None
         act = applied(kind, x)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.fused import triton as fused_triton
-from fp8kit.fused.problem import Target
+from fp8kit.fused.problem import CodesFormat
 from fp8kit.matmul import triton_gemm
 from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
 from fp8kit.ops import bodies
@@ -624,13 +624,13 @@ def test_every_fused_kernel_can_be_recorded(
     name = "activation" if producer == "silu" else "norm"
     fake = noted(monkeypatch, f"fp8kit.fused.triton_{name}s._{name}_kernel")
     x, other, weight = torch.randn(2, 4, 256), torch.randn(2, 4, 256), torch.randn(256)
-    target = Target(None, GROUP128, torch.float8_e4m3fn, 1e-12, None, "exact", layout)
+    how = CodesFormat(None, GROUP128, torch.float8_e4m3fn, 1e-12, None, "exact", layout)
     pair = (torch.randn(2, 256), torch.randn(2, 256))
     calls = {
-        "rms": lambda: fused_triton.rms_norm(x, None, weight, 1e-6, 0.0, "stepwise", target)[:2],
-        "add": lambda: fused_triton.rms_norm(x, other, weight, 1e-6, 1.0, "once", target),
-        "adaptive": lambda: fused_triton.layer_norm(x, None, None, pair, 1e-6, "once", target),
-        "silu": lambda: fused_triton.activation("silu", x, other, target),
+        "rms": lambda: fused_triton.rms_norm(x, None, weight, 1e-6, 0.0, "stepwise", how)[:2],
+        "add": lambda: fused_triton.rms_norm(x, other, weight, 1e-6, 1.0, "once", how),
+        "adaptive": lambda: fused_triton.layer_norm(x, None, None, pair, 1e-6, "once", how),
+        "silu": lambda: fused_triton.activation("silu", x, other, how),
     }
     made = record(calls[producer], [x, other], [weight, *pair])[1]
     assert made is not None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import Dialect, JsonObject
 from fp8kit.checkpoint.dialects.base import TEXT_PARTS
-from fp8kit.checkpoint.expert_names import ExpertLayer, own_names, split_experts, tensors_of
+from fp8kit.checkpoint.expert_splitting import ExpertLayer, own_names, split_experts, tensors_of
 from fp8kit.checkpoint.schema.naming import MARKERS, dense_stacks, named, sort_names
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fp8kit.checkpoint import exporting
 from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, FBGEMM, Dialect, JsonObject, Spec
-from fp8kit.checkpoint.expert_names import stacks_in
+from fp8kit.checkpoint.expert_splitting import stacks_in
 from fp8kit.checkpoint.schema import targets
 from fp8kit.checkpoint.schema.naming import cache_strategy
 from fp8kit.conversion.patterns import some_of

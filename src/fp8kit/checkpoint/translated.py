@@ -1,4 +1,4 @@
-"""The matrices of a checkpoint to write in another dialect, and checks that targets load them."""
+"""The matrices of a checkpoint to write in another dialect, made to fit what will load them."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def matrices_of(checkpoint: Checkpoint) -> Iterator[TranslatedMatrix]:
                 yield TranslatedMatrix(name, scheme, layer, i * rows, (i + 1) * rows, expert)
 
 
-def check_target(job: Translation, target: str, dense: list[str], unfit: str) -> None:
-    """Refuse, decode or change matrices that a target does not load as they are.
+def fit_to_target(job: Translation, target: str, dense: list[str], unfit: str) -> None:
+    """Change, decode or refuse matrices that a target does not load as they are.
 
     Names of layers that are decoded are added to ``dense``; ``unfit`` is as in
     ``convert_checkpoint``. Raises ``CheckpointError`` for what the target cannot load.
@@ -106,26 +106,16 @@ def check_target(job: Translation, target: str, dense: list[str], unfit: str) ->
             f"{target} expects those of Transformers in a checkpoint with config.json.",
             "Use the repository's model.safetensors files, or name a dialect instead.",
         )
-    experts = any(m.expert >= 0 or ".experts." in m.name for m in job.matrices)
-    if experts and target != "transformers" and not job.dialect.name.startswith("autofp8"):
-        # engines load no experts with one scale and dynamic activations, but with scales per row
-        for i, m in enumerate(job.matrices):
-            if m.scheme == SCHEMES["FP8_TENSOR"]:
-                job.matrices[i] = replace(m, scheme=joined_scheme(m.scheme))
-    stacks = [m for m in job.matrices if m.whole]
+    _give_experts_scales_by_row(job, target)
     if loads_stacks_alone(str(job.checkpoint.config.get("model_type")), job.dialect):
         found = [m.name for m in job.matrices if experts_of(m.name) and not m.whole]
         refuse_unloadable(found, target)
-    if unfit == "refuse":
-        refuse_unloadable([m.name for m in stacks], target)
-        warn_of_stacks([m.name for m in stacks])
     if unfit == "dequantize":
-        every, job.matrices = job.matrices, []
-        names = {*dense, *(m.name for m in every)}
-        for m in every:
-            fits = not m.whole and not misfit(target, m.scheme, m.name, m.shape, names)
-            (job.matrices if fits else job.unfit).append(m)
-        dense += [m.name for m in job.unfit]
+        _decode_unfit(job, target, dense)
+    else:
+        stacks = [m.name for m in job.matrices if m.whole]
+        refuse_unloadable(stacks, target)
+        warn_of_stacks(stacks)
     given: JsonObject = {"dialect": job.dialect, "config": job.checkpoint.config}
     for scheme in {m.scheme for m in job.matrices}:
         shapes = {m.name: m.shape for m in job.matrices if m.scheme == scheme and not m.whole}
@@ -141,6 +131,28 @@ def check_target(job: Translation, target: str, dense: list[str], unfit: str) ->
             f"known to load; they are written as they are.",
             stacklevel=3,
         )
+
+
+def _give_experts_scales_by_row(job: Translation, target: str) -> None:
+    """Give experts that have one scale and dynamic activations scales per row, for engines.
+
+    Engines load them in no other form, except in the dialects of AutoFP8.
+    """
+    experts = any(m.expert >= 0 or ".experts." in m.name for m in job.matrices)
+    if experts and target != "transformers" and not job.dialect.name.startswith("autofp8"):
+        for i, m in enumerate(job.matrices):
+            if m.scheme == SCHEMES["FP8_TENSOR"]:
+                job.matrices[i] = replace(m, scheme=joined_scheme(m.scheme))
+
+
+def _decode_unfit(job: Translation, target: str, dense: list[str]) -> None:
+    """Move the matrices that a target cannot load to ``unfit``, and their names to ``dense``."""
+    every, job.matrices = job.matrices, []
+    names = {*dense, *(m.name for m in every)}
+    for m in every:
+        fits = not m.whole and not misfit(target, m.scheme, m.name, m.shape, names)
+        (job.matrices if fits else job.unfit).append(m)
+    dense += [m.name for m in job.unfit]
 
 
 def _check_input_scales(job: Translation) -> None:

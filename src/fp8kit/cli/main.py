@@ -352,7 +352,8 @@ def env(as_json: bool) -> None:
         ],
         "disabled backends": sorted(DISABLED_BACKENDS),
     }
-    text = "\n".join(f"{k}: {', '.join(v) if isinstance(v, list) else v}" for k, v in facts.items())
+    said = {k: ", ".join(v) or "none" if isinstance(v, list) else v for k, v in facts.items()}
+    text = "\n".join(f"{name}: {value}" for name, value in said.items())
     print_result(facts if as_json else text, as_json)
 
 

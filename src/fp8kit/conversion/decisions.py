@@ -17,10 +17,11 @@ from fp8kit.conversion.report import ALREADY, Record
 from fp8kit.conversion.roles import layer_roles
 from fp8kit.formats import BLOCK, MX, Scheme, scale_dtype, scale_shape
 from fp8kit.modules.dense import as_linear, is_linear
-from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
+from fp8kit.modules.expert_stacks import ExpertStacks
+from fp8kit.modules.expert_tensors import ExpertTensors
+from fp8kit.modules.library_experts import held_tensors
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import held_bytes
-from fp8kit.modules.stacked_experts import held_tensors
 
 _STATIC = "static input scales of experts come from a checkpoint, not from calibration"
 

@@ -26,7 +26,8 @@ from fp8kit.conversion.readers.values import closure
 from fp8kit.conversion.report import ALREADY, TIED, Record
 from fp8kit.formats import FLOATS
 from fp8kit.modules.dense import extras, is_linear, unlike_linear
-from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
+from fp8kit.modules.expert_stacks import ExpertStacks
+from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.hooks import own_names
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import held_bytes
@@ -108,7 +109,7 @@ class Eligibility:
             )
         return ""
 
-    def of_experts(self, names: Sequence[str], stacks: ExpertStacks, wanted: bool = False) -> str:
+    def of_experts(self, names: Sequence[str], stacks: ExpertStacks, wanted: bool) -> str:
         """Return why a module of experts cannot become FP8; empty if it can."""
         module = self._model.get_submodule(names[0])
         if isinstance(module, ExpertTensors):
@@ -167,7 +168,7 @@ class Eligibility:
         return ""
 
 
-def bypassed(module: nn.Module, name: str, reason: str = "") -> list[Record]:
+def bypassed(module: nn.Module, name: str, reason: str) -> list[Record]:
     """Report large matrices that are not in a linear layer, so that none is silently skipped."""
     if isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd)):
         return []

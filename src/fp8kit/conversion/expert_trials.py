@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.conversion.patterns import some_of
-from fp8kit.modules.expert_tensors import ExpertStacks
-from fp8kit.modules.stacked_experts import argument_names, own_gate
+from fp8kit.modules.expert_stacks import ExpertStacks
+from fp8kit.modules.library_experts import argument_names, own_gate
 from fp8kit.modules.trials import CopyError, contents, isolated_copy, row_factors, set_training
 from fp8kit.moe.activation import KINDS, Activation
 

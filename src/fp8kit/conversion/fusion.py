@@ -18,10 +18,10 @@ from fp8kit.modules.decoder_layer import install_residual_forwards
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.fused_producers import Consumers, Fused, Producer
 from fp8kit.modules.joining import can_share
+from fp8kit.modules.library_experts import LibraryExperts
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.own_forward import drop_forward, own_forward, set_forward
 from fp8kit.modules.shared_input import SharedInput
-from fp8kit.modules.stacked_experts import StackedExperts
 
 _LEVELS = ("none", "inputs", "all")
 _FUSE = "Pass one of these words, or a mapping from blocks to rules for code of your own."
@@ -38,7 +38,7 @@ def level(fuse: str | Mapping[str, Sequence[str]]) -> int:
 def user_links(
     model: nn.Module,
     rules: Mapping[str, Sequence[str]],
-    run: Callable[[nn.Module], object] | None = None,
+    run: Callable[[nn.Module], object] | None,
 ) -> list[Link]:
     """Read and check a user's fusion rules for a dense model.
 
@@ -113,7 +113,7 @@ def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
     blocks = {link.block for link in families}
     for name, module in list(model.named_modules()):
         parent = name.rpartition(".")[0]
-        if isinstance(module, StackedExperts) and name:
+        if isinstance(module, LibraryExperts) and name:
             replaced += fuse_routers(model.get_submodule(parent), parent)
         if isinstance(module, (Fused, nn.ModuleList)) or not name:
             continue

@@ -15,7 +15,8 @@ from fp8kit.errors import teach
 from fp8kit.formats import MX, SCHEMES, Scheme
 from fp8kit.matmul.problem import DECODING, MATMUL_BACKENDS, TIMED_DTYPES, linear_problem
 from fp8kit.modules.dense import linear_at
-from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
+from fp8kit.modules.expert_stacks import ExpertStacks
+from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.mx_forms import MX_CORES, form_on
 

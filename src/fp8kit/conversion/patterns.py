@@ -14,7 +14,7 @@ from fp8kit.errors import ConversionError, InvalidType, did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
-    Choice = Callable[[str, nn.Module], bool]
+    LayerFilter = Callable[[str, nn.Module], bool]
 
 SMALLEST_SIDE = 64
 SMALLEST_WEIGHT = 128 * 128
@@ -111,7 +111,9 @@ def names_block(pattern: str, name: str) -> bool:
 
 
 def chosen(
-    argument: str, given: Sequence[str] | Choice | None, layers: Iterable[tuple[str, nn.Module]]
+    argument: str,
+    given: Sequence[str] | LayerFilter | None,
+    layers: Iterable[tuple[str, nn.Module]],
 ) -> Sequence[str] | None:
     """Return given patterns, or patterns for the layers that a given function chooses.
 

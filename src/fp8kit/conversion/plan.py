@@ -28,7 +28,7 @@ from fp8kit.modules.weight_parts import native_scheme
 from fp8kit.ops.validation import check_row_counts
 
 if TYPE_CHECKING:
-    from fp8kit.conversion.patterns import Choice
+    from fp8kit.conversion.patterns import LayerFilter
 
 
 STORAGES = ("discard", "cpu_offload", "keep")
@@ -102,8 +102,8 @@ def plan(
     model: nn.Module,
     scheme: Scheme | str = "FP8_DYNAMIC",
     *,
-    include: Sequence[str] | Choice | None = None,
-    exclude: Sequence[str] | Choice | None = None,
+    include: Sequence[str] | LayerFilter | None = None,
+    exclude: Sequence[str] | LayerFilter | None = None,
     strict: bool = False,
     calibrate: Callable[[nn.Module], object] | None = None,
     fuse: str | Mapping[str, Sequence[str]] = "all",
@@ -205,8 +205,8 @@ def convert(
     model: nn.Module,
     scheme: Scheme | str = "FP8_DYNAMIC",
     *,
-    include: Sequence[str] | Choice | None = None,
-    exclude: Sequence[str] | Choice | None = None,
+    include: Sequence[str] | LayerFilter | None = None,
+    exclude: Sequence[str] | LayerFilter | None = None,
     strict: bool = False,
     calibrate: Callable[[nn.Module], object] | None = None,
     fuse: str | Mapping[str, Sequence[str]] = "all",
@@ -264,7 +264,7 @@ def convert(
 
 def _patterns(
     argument: str,
-    given: Sequence[str] | Choice | None,
+    given: Sequence[str] | LayerFilter | None,
     linears: Mapping[str, nn.Module],
     dense: Sequence[str] = (),
 ) -> Sequence[str] | None:

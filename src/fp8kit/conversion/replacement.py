@@ -17,10 +17,11 @@ from fp8kit.errors import ConversionError
 from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import is_conv1d, is_linear, linear_at
-from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
+from fp8kit.modules.expert_stacks import ExpertStacks
+from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.hooks import become
+from fp8kit.modules.library_experts import convert_experts
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.modules.stacked_experts import convert_experts
 
 
 def replace_layers(

@@ -13,8 +13,7 @@ from fp8kit.conversion.fusible_modules import may_own_forward
 from fp8kit.modules.fused_router import BIAS, RouterFormula, RouterForward
 from fp8kit.modules.own_forward import set_forward, settings
 from fp8kit.modules.trials import isolated_copy, on_trial, set_training
-from fp8kit.moe import choice
-from fp8kit.moe.choice import Formula
+from fp8kit.moe.top_k import SCORINGS, Formula, choose
 
 _ROWS = 64  # enough that a router which chooses within groups of experts differs in some rows
 _LEAST = -25.0  # the least mean logit: there a sum of sigmoids is far below one
@@ -100,7 +99,7 @@ def _candidates(trial: _Trial, top_k: int, flattens: bool) -> Iterator[RouterFor
     own = settings(trial.twin).items()
     scales = {float(v) for n, v in own if "scal" in n and isinstance(v, (int, float))}
     correction = "given" if trial.given else "own" if hasattr(trial.twin, BIAS) else ""
-    how = [*itertools.product(choice.SCORINGS, (True, False), sorted({1.0, *scales}))]
+    how = [*itertools.product(SCORINGS, (True, False), sorted({1.0, *scales}))]
     for wide, widened in _PRODUCTS:
         choices = (Formula(top_k, *one, trial.weights.dtype) for one in how)
         known = [RouterFormula(wide, widened, flattens, correction, one) for one in choices]
@@ -113,7 +112,7 @@ def _agrees(formula: RouterFormula, trial: _Trial) -> bool:
     if not _equal(logits, trial.logits):
         return False
     bias = formula.bias(trial.twin, trial.given)
-    ids, weights = choice.choose(logits, bias, formula.options(trial.x))
+    ids, weights = choose(logits, bias, formula.options(trial.x))
     dtypes = (ids.dtype, weights.dtype) == (trial.ids.dtype, trial.weights.dtype)
     if not dtypes or ids.shape != trial.ids.shape or weights.shape != trial.weights.shape:
         return False

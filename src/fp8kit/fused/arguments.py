@@ -45,12 +45,12 @@ def rms_norm_arguments(
     ``x`` is ``[..., K]``, the caller has checked the residual, and ``settings`` are
     ``(eps, weight_offset, rounding)``.
     """
-    target, rounding = _resolved("x", x, options), settings[2]
+    how, rounding = _resolved("x", x, options), settings[2]
     _check_norm(rounding, *settings[:2])
     validation.check_operand(
         "weight", weight, (x.shape[-1],), x, x.dtype if rounding == "stepwise" else None
     )
-    return (x, residual, weight, *settings, *target)
+    return (x, residual, weight, *settings, *how)
 
 
 def layer_norm_arguments(
@@ -65,24 +65,24 @@ def layer_norm_arguments(
 
     ``x`` is ``[..., K]``, ``modulation`` is (scale, shift), ``settings`` are ``(eps, rounding)``.
     """
-    (eps, rounding), target = settings, _resolved("x", x, options)
+    (eps, rounding), how = settings, _resolved("x", x, options)
     _check_norm(rounding, eps)
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None:
             validation.check_operand(name, vector, (x.shape[-1],), x, None)
     if modulation is not None:
         _check_modulation(modulation, x, x.dtype if rounding == "stepwise" else None)
-    return (x, weight, bias, *(modulation or (None, None)), *settings, *target)
+    return (x, weight, bias, *(modulation or (None, None)), *settings, *how)
 
 
 def activation_arguments(
     kind: str, gate: Tensor, up: Tensor | None, options: QuantizeOptions
 ) -> tuple[Any, ...]:
     """Check the arguments of an activation, and return those of its operator."""
-    target = _resolved("x" if up is None else "gate", gate, options)
+    how = _resolved("x" if up is None else "gate", gate, options)
     if up is not None:
         validation.check_operand("up", up, tuple(gate.shape), gate, gate.dtype)
-    return (gate, up, kind, *target)
+    return (gate, up, kind, *how)
 
 
 def _resolved(name: str, x: Tensor, options: QuantizeOptions) -> tuple[object, ...]:

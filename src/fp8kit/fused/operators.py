@@ -2,7 +2,7 @@
 
 An operator returns a list: the codes, the scale unless it was given (an operator must not return
 its own argument), and the new residual if one was added. The last seven arguments of each schema
-are a ``Target``, in order; the callers (``fused.functional``) validate.
+are a ``CodesFormat``, in order; the callers (``fused.functional``) validate.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from torch import Tensor
 from fp8kit.dispatch.backends import require
 from fp8kit.formats import GroupShape
 from fp8kit.fused import reference
-from fp8kit.fused.problem import FUSED_BACKENDS, FusedBackend, FusedProblem, Target
+from fp8kit.fused.problem import FUSED_BACKENDS, CodesFormat, FusedBackend, FusedProblem
 from fp8kit.ops.registration import refuse_backward, register
 from fp8kit.quantizers.scale_layout import empty_scale
 from fp8kit.runtime.replay_cache import Operator, replayed
 
-_TARGET = (
+_CODES_FORMAT = (
     "Tensor? scale, int[2] group, ScalarType dtype, float min_scale, Tensor? scale_ub,"
     ' str scale_rounding, str scale_layout="row"'
 )
 
 
-def _target(arguments: Sequence[Any]) -> Target:
+def _codes_format(arguments: Sequence[Any]) -> CodesFormat:
     scale, group, *rest = arguments
-    return Target(scale, GroupShape(*group), *rest)
+    return CodesFormat(scale, GroupShape(*group), *rest)
 
 
-def _outputs(data: Tensor, scale: Tensor, target: Target, *others: Tensor) -> list[Tensor]:
-    return [data, *others] if target.scale is not None else [data, scale, *others]
+def _outputs(data: Tensor, scale: Tensor, how: CodesFormat, *others: Tensor) -> list[Tensor]:
+    return [data, *others] if how.scale is not None else [data, scale, *others]
 
 
-def _fake_outputs(x: Tensor, target: Target, *others: Tensor) -> list[Tensor]:
-    scale = empty_scale(x, target.group, target.scale_layout)
-    return _outputs(x.new_empty(x.shape, dtype=target.dtype), scale, target, *others)
+def _fake_outputs(x: Tensor, how: CodesFormat, *others: Tensor) -> list[Tensor]:
+    scale = empty_scale(x, how.group, how.scale_layout)
+    return _outputs(x.new_empty(x.shape, dtype=how.dtype), scale, how, *others)
 
 
 def _backend(problem: FusedProblem) -> FusedBackend:
@@ -58,15 +58,15 @@ def rms_norm(
     *arguments: Any,
 ) -> list[Tensor]:
     """Norm and quantize; the body of ``rms_norm_quantize``, with its arguments."""
-    target = _target(arguments)
-    backend = _backend(FusedProblem.of("rms_norm", x, target))
-    data, scale, total = backend.rms_norm(x, residual, weight, eps, weight_offset, rounding, target)
-    return _outputs(data, scale, target, *([] if total is None else [total.contiguous()]))
+    how = _codes_format(arguments)
+    backend = _backend(FusedProblem.of("rms_norm", x, how))
+    data, scale, total = backend.rms_norm(x, residual, weight, eps, weight_offset, rounding, how)
+    return _outputs(data, scale, how, *([] if total is None else [total.contiguous()]))
 
 
 def _rms_norm_fake(x: Tensor, residual: Tensor | None, *arguments: Any) -> list[Tensor]:
     total = [] if residual is None else [x.new_empty(x.shape)]
-    return _fake_outputs(x, _target(arguments[4:]), *total)
+    return _fake_outputs(x, _codes_format(arguments[4:]), *total)
 
 
 def layer_norm(
@@ -80,65 +80,65 @@ def layer_norm(
     *arguments: Any,
 ) -> list[Tensor]:
     """Norm and quantize; the body of ``layer_norm_quantize``, with its arguments."""
-    target = _target(arguments)
+    how = _codes_format(arguments)
     modulation = None if gain is None or shift is None else (gain, shift)
-    backend = _backend(FusedProblem.of("layer_norm", x, target))
-    data, scale = backend.layer_norm(x, weight, bias, modulation, eps, rounding, target)
-    return _outputs(data, scale, target)
+    backend = _backend(FusedProblem.of("layer_norm", x, how))
+    data, scale = backend.layer_norm(x, weight, bias, modulation, eps, rounding, how)
+    return _outputs(data, scale, how)
 
 
 def _layer_norm_fake(x: Tensor, *arguments: Any) -> list[Tensor]:
-    return _fake_outputs(x, _target(arguments[6:]))
+    return _fake_outputs(x, _codes_format(arguments[6:]))
 
 
 def activation(gate: Tensor, up: Tensor | None, kind: str, *arguments: Any) -> list[Tensor]:
     """Activate and quantize; the body of ``activation_quantize``, with its arguments."""
-    target = _target(arguments)
-    backend = _backend(FusedProblem.of(kind, gate, target))
-    data, scale = backend.activation(kind, gate, up, target)
-    return _outputs(data, scale, target)
+    how = _codes_format(arguments)
+    backend = _backend(FusedProblem.of(kind, gate, how))
+    data, scale = backend.activation(kind, gate, up, how)
+    return _outputs(data, scale, how)
 
 
 def _activation_fake(gate: Tensor, *arguments: Any) -> list[Tensor]:
-    return _fake_outputs(gate, _target(arguments[2:]))
+    return _fake_outputs(gate, _codes_format(arguments[2:]))
 
 
 def concatenated_activation(
     left: Tensor, gate: Tensor, up: Tensor | None, kind: str, *arguments: Any
 ) -> list[Tensor]:
     """Quantize ``left`` and activations; the body of ``concatenated_activation_quantize``."""
-    target, k = _target(arguments), left.shape[-1] + gate.shape[-1]
-    backend = _backend(dataclasses.replace(FusedProblem.of(kind, gate, target), k=k))
-    data, scale = backend.activation(kind, gate, up, target, left)
-    return _outputs(data, scale, target)
+    how, k = _codes_format(arguments), left.shape[-1] + gate.shape[-1]
+    backend = _backend(dataclasses.replace(FusedProblem.of(kind, gate, how), k=k))
+    data, scale = backend.activation(kind, gate, up, how, left)
+    return _outputs(data, scale, how)
 
 
 def _concatenated_activation_fake(left: Tensor, gate: Tensor, *arguments: Any) -> list[Tensor]:
     whole = gate.new_empty((*gate.shape[:-1], left.shape[-1] + gate.shape[-1]))
-    return _fake_outputs(whole, _target(arguments[2:]))
+    return _fake_outputs(whole, _codes_format(arguments[2:]))
 
 
 for _schema, _impl, _fake in (
     (
         "rms_norm_quantize(Tensor x, Tensor? residual, Tensor weight, float eps,"
-        f" float weight_offset, str rounding, {_TARGET}) -> Tensor[]",
+        f" float weight_offset, str rounding, {_CODES_FORMAT}) -> Tensor[]",
         rms_norm,
         _rms_norm_fake,
     ),
     (
         "layer_norm_quantize(Tensor x, Tensor? weight, Tensor? bias, Tensor? gain, Tensor? shift,"
-        f" float eps, str rounding, {_TARGET}) -> Tensor[]",
+        f" float eps, str rounding, {_CODES_FORMAT}) -> Tensor[]",
         layer_norm,
         _layer_norm_fake,
     ),
     (
-        f"activation_quantize(Tensor gate, Tensor? up, str kind, {_TARGET}) -> Tensor[]",
+        f"activation_quantize(Tensor gate, Tensor? up, str kind, {_CODES_FORMAT}) -> Tensor[]",
         activation,
         _activation_fake,
     ),
     (
         "concatenated_activation_quantize(Tensor left, Tensor gate, Tensor? up, str kind,"
-        f" {_TARGET}) -> Tensor[]",
+        f" {_CODES_FORMAT}) -> Tensor[]",
         concatenated_activation,
         _concatenated_activation_fake,
     ),

@@ -25,7 +25,7 @@ ROUNDINGS = ("stepwise", "once")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
-class Target(NamedTuple):
+class CodesFormat(NamedTuple):
     """How the result is quantized; the last seven arguments of every fused operator.
 
     Args:
@@ -66,10 +66,10 @@ class FusedProblem:
     capability: tuple[int, int] | None
 
     @staticmethod
-    def of(producer: str, x: Tensor, target: Target) -> FusedProblem:
+    def of(producer: str, x: Tensor, how: CodesFormat) -> FusedProblem:
         """Describe quantizing the result of ``producer`` for ``x``."""
-        static, place = target.scale is not None, (x.device.type, capability(x.device))
-        facts = (target.group, static, x.dtype, target.dtype, x.shape[-1])
+        static, place = how.scale is not None, (x.device.type, capability(x.device))
+        facts = (how.group, static, x.dtype, how.dtype, x.shape[-1])
         return FusedProblem(producer, *facts, *place)
 
     @staticmethod

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp8kit.fused.problem import FusedBackend, Target
+from fp8kit.fused.problem import CodesFormat, FusedBackend
 from fp8kit.quantizers import reference
 
 
@@ -38,7 +38,7 @@ def rms_norm(
     eps: float,
     weight_offset: float,
     rounding: str,
-    target: Target,
+    how: CodesFormat,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Quantize the RMS norm of ``x``, or of ``x + residual``, which is the third result.
 
@@ -48,7 +48,7 @@ def rms_norm(
     """
     total = x if residual is None else x + residual
     y = rms_normed(total, weight, eps, weight_offset, rounding)
-    return *quantized(y, target), None if residual is None else total
+    return *quantized(y, how), None if residual is None else total
 
 
 def layer_norm(
@@ -58,7 +58,7 @@ def layer_norm(
     modulation: tuple[Tensor, Tensor] | None,
     eps: float,
     rounding: str,
-    target: Target,
+    how: CodesFormat,
 ) -> tuple[Tensor, Tensor]:
     """Quantize the layer norm of ``x``, plain or adaptive.
 
@@ -66,11 +66,11 @@ def layer_norm(
     as ``[B, K]`` for ``x`` of ``[B, ..., K]``, in its dtype if ``rounding`` is ``"stepwise"``.
     ``rounding`` matters only with a modulation. A static scale is returned as it was given.
     """
-    return quantized(layer_normed(x, weight, bias, modulation, eps, rounding), target)
+    return quantized(layer_normed(x, weight, bias, modulation, eps, rounding), how)
 
 
 def activation(
-    kind: str, gate: Tensor, up: Tensor | None, target: Target, left: Tensor | None = None
+    kind: str, gate: Tensor, up: Tensor | None, how: CodesFormat, left: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Quantize ``act(gate) * up``, or ``act(gate)``, after the columns ``left [..., K1]`` if any.
 
@@ -78,7 +78,7 @@ def activation(
     ``[..., K]``, and ``up`` like it. A static scale is returned as it was given.
     """
     y = activated(kind, gate, up)
-    return quantized(y if left is None else torch.cat((left, y), -1), target)
+    return quantized(y if left is None else torch.cat((left, y), -1), how)
 
 
 def rms_normed(
@@ -144,9 +144,9 @@ def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
     return turned(query), turned(key)
 
 
-def quantized(y: Tensor, target: Target) -> tuple[Tensor, Tensor]:
-    """Quantize an intermediate result as ``target`` says."""
-    scale, group, dtype, min_scale, scale_ub, scale_rounding, scale_layout = target
+def quantized(y: Tensor, how: CodesFormat) -> tuple[Tensor, Tensor]:
+    """Quantize an intermediate result as ``how`` says."""
+    scale, group, dtype, min_scale, scale_ub, scale_rounding, scale_layout = how
     if scale is not None:
         return reference.quantize_static(y, scale, group, dtype), scale
     options = (min_scale, scale_ub, scale_rounding, scale_layout)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8kit.dispatch.device import current
 from fp8kit.formats import ROW, TENSOR, GroupShape
 from fp8kit.fused import reference
-from fp8kit.fused.problem import ACTIVATIONS, FusedBackend, FusedProblem, Target
+from fp8kit.fused.problem import ACTIVATIONS, CodesFormat, FusedBackend, FusedProblem
 from fp8kit.fused.triton_activations import MOST_TILES as MOST_ACTIVATION_TILES
 from fp8kit.fused.triton_activations import quantize_activation
 from fp8kit.fused.triton_norms import MOST_TILES as MOST_NORM_TILES
@@ -56,12 +56,12 @@ def rms_norm(
     eps: float,
     weight_offset: float,
     rounding: str,
-    target: Target,
+    how: CodesFormat,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Quantize the RMS norm of ``x`` or ``x + residual``; arguments as in ``reference``."""
     if x.numel() == 0:
-        return reference.rms_norm(x, residual, weight, eps, weight_offset, rounding, target)
-    output = Output.of(x, target)
+        return reference.rms_norm(x, residual, weight, eps, weight_offset, rounding, how)
+    output = Output.of(x, how)
     total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     others = None if residual is None else _rows(residual)
     operands = NormOperands(others, total, weight.contiguous())
@@ -78,12 +78,12 @@ def layer_norm(
     modulation: tuple[Tensor, Tensor] | None,
     eps: float,
     rounding: str,
-    target: Target,
+    how: CodesFormat,
 ) -> tuple[Tensor, Tensor]:
     """Quantize the layer norm of ``x``; arguments as in ``reference``."""
     if x.numel() == 0:
-        return reference.layer_norm(x, weight, bias, modulation, eps, rounding, target)
-    output = Output.of(x, target)
+        return reference.layer_norm(x, weight, bias, modulation, eps, rounding, how)
+    output = Output.of(x, how)
     operands = NormOperands(
         weight=None if weight is None else weight.contiguous(),
         bias=None if bias is None else bias.contiguous(),
@@ -96,13 +96,13 @@ def layer_norm(
 
 
 def activation(
-    kind: str, gate: Tensor, up: Tensor | None, target: Target, left: Tensor | None = None
+    kind: str, gate: Tensor, up: Tensor | None, how: CodesFormat, left: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Quantize ``act(gate) * up`` or ``act(gate)``; arguments as in ``reference``."""
     if gate.numel() == 0:
-        return reference.activation(kind, gate, up, target, left)
+        return reference.activation(kind, gate, up, how, left)
     k = gate.shape[-1] + (0 if left is None else left.shape[-1])
-    output = Output.of(gate[..., :1].expand(*gate.shape[:-1], k), target)
+    output = Output.of(gate[..., :1].expand(*gate.shape[:-1], k), how)
     up, left = (None if x is None else _rows(x) for x in (up, left))
     with current(gate.device):
         quantize_activation(kind, _rows(gate), up, left, output)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8kit.formats import TENSOR, fp8_format
-from fp8kit.fused.problem import Target
+from fp8kit.fused.problem import CodesFormat
 from fp8kit.quantizers.scale_layout import empty_scale
 from fp8kit.quantizers.triton_encode import (
     INTERPRETED,
@@ -50,9 +50,9 @@ class Output(NamedTuple):
     constants: dict[str, Any]
 
     @staticmethod
-    def of(x: Tensor, target: Target) -> "Output":
+    def of(x: Tensor, how: CodesFormat) -> "Output":
         """Allocate codes and scales for a result of the shape of ``x``."""
-        scale, group, dtype, min_scale, scale_ub, rounding, layout = target
+        scale, group, dtype, min_scale, scale_ub, rounding, layout = how
         if scale is None:
             scale = empty_scale(x, group, layout)
         grouped = "column" if layout == "column" else "group"

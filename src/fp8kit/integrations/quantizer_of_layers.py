@@ -16,9 +16,9 @@ from fp8kit.errors import CheckpointError, UnsupportedError
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.fused_producers import Fused
 from fp8kit.modules.hooks import become, own_names
+from fp8kit.modules.library_experts import LibraryExperts
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.own_forward import ModuleForward, drop_forward
-from fp8kit.modules.stacked_experts import StackedExperts
 
 
 class QuantizerOfLayers:
@@ -85,7 +85,7 @@ def restore_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, Fp8Linear):
             become(module, module.to_linear(dtype), own_names(Fp8Linear))
-        elif isinstance(module, StackedExperts):
+        elif isinstance(module, LibraryExperts):
             module.to_dense(dtype)
         elif isinstance(module, Fused):
             dense[module] = module.replaced[0]

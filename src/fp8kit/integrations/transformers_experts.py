@@ -17,7 +17,7 @@ from transformers.core_model_loading import WeightConverter
 
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.dialects.by_layer import plain
-from fp8kit.checkpoint.loading.expert_layers import (
+from fp8kit.checkpoint.loading.expert_modules import (
     Experts,
     experts_in_checkpoint,
     stack_of,

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from fp8kit.checkpoint import expert_names
+from fp8kit.checkpoint import expert_splitting
 from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.exporting import Exported, as_stored, unquantized, untied
@@ -68,11 +68,11 @@ def export(model: Any) -> Exported:
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     kept = untied(model, tied)
     _tell_of_shared(model, kept.keys() | tied | ignored)
-    layers, whole = expert_names.split_experts(model, functools.partial(names_on_disk, model))
-    ignored |= expert_names.own_names(model, [])
+    layers, whole = expert_splitting.split_experts(model, functools.partial(names_on_disk, model))
+    ignored |= expert_splitting.own_names(model, [])
     tensors = {n: t for n, t in kept.items() if n not in ignored} | held_cache_scales(model)
-    tensors = _as_in_checkpoints(model, tensors) | expert_names.tensors_of(layers)
-    stacked = expert_names.own_names(model, []) - expert_names.own_names(model, whole)
+    tensors = _as_in_checkpoints(model, tensors) | expert_splitting.tensors_of(layers)
+    stacked = expert_splitting.own_names(model, []) - expert_splitting.own_names(model, whole)
     tensors |= {n: kept[n] for n in stacked & kept.keys()}
     config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
     texts = {}
@@ -114,7 +114,7 @@ def names_on_disk(
         numbers[name] = torch.arange(first[name], total).float().view(count, len(words), 1)
     by_rule, kept = _names_of_numbers(model, numbers)
     others = {n: w for n, w in wanted.items() if _in_experts(kept.get(first[n], ""))}
-    fallback = expert_names.in_module(others)
+    fallback = expert_splitting.in_module(others)
     singles = {
         f"{layer}.weight": torch.full((1, 1), float(first[name] + i), dtype=torch.float32)
         for name, layers in fallback.items()
@@ -206,9 +206,11 @@ def _holding(model: Any, given: Mapping[str, Tensor]) -> Iterator[set[str]]:
     absent = {n for n in own if given.keys().isdisjoint(ties_of.get(n, (n,)))}
     fp8 = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear | ExpertTensors)}
     of = {named(n, k): named(n, "weight") for n in fp8 for k in _BESIDE}
-    of |= {f"{n}{k}": n for n in expert_names.stacks_in(model) for k in FROZEN_KINDS[1:]}
+    of |= {f"{n}{k}": n for n in expert_splitting.stacks_in(model) for k in FROZEN_KINDS[1:]}
     absent -= {n for n in absent if of.get(n) in given}  # quantizing a dense weight makes them
-    odd = sorted(given.keys() - own.keys()) or sorted(absent & expert_names.own_names(model, []))
+    odd = sorted(given.keys() - own.keys()) or sorted(
+        absent & expert_splitting.own_names(model, [])
+    )
     if odd:
         raise _unfit(f"The state_dict {'has' if odd[0] in given else 'lacks'} {some_of(odd)}.")
     kept = {m: (vars(m).copy(), m._parameters.copy(), m._buffers.copy()) for m in model.modules()}
@@ -276,10 +278,10 @@ def _as_saved(model: Any, absent: Collection[str]) -> tuple[dict[str, Any], Json
         with suppress(CheckpointError):  # a model that engines cannot load may still be saved
             both = announce(model, exported, "vllm")
             announced = announce(model, exported, "transformers", both.dialect)
-    taken_apart = expert_names.own_names(model, exported.whole_stacks)
+    taken_apart = expert_splitting.own_names(model, exported.whole_stacks)
     state = as_stored(model, model.state_dict())
     held = {n: t for n, t in state.items() if n not in taken_apart}
-    held |= expert_names.tensors_of(exported.experts) | held_cache_scales(model)
+    held |= expert_splitting.tensors_of(exported.experts) | held_cache_scales(model)
     lost = exported.tensors.keys() - revert_weight_conversion(model, held).keys()
     if lost:
         raise CheckpointError(

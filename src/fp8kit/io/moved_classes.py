@@ -21,6 +21,8 @@ MODULES = {
     "fp8kit.modules.fused_diffusers": "fp8kit.modules.diffusers_producers",
     "fp8kit.modules.residual": "fp8kit.modules.decoder_layer",
     "fp8kit.modules.shared": "fp8kit.modules.shared_input",
+    "fp8kit.modules.stacked_experts": "fp8kit.modules.library_experts",
+    "fp8kit.moe.choice": "fp8kit.moe.top_k",
     "fp8kit.report": "fp8kit.conversion.report",
 }
 # (old module, old name) -> new name

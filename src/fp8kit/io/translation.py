@@ -21,7 +21,7 @@ from fp8kit.checkpoint.storage.matrices import single_experts
 from fp8kit.checkpoint.storage.nvfp4 import conversion_notes
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
-from fp8kit.checkpoint.translated import TranslatedMatrix, Translation, check_target, matrices_of
+from fp8kit.checkpoint.translated import TranslatedMatrix, Translation, fit_to_target, matrices_of
 from fp8kit.errors import CheckpointError, check_choice
 from fp8kit.formats import MX, ROW, TENSOR, QTensor, Scheme, scale_dtype, stack_scale_shape
 from fp8kit.io.models import accepted
@@ -101,7 +101,7 @@ def convert_checkpoint(
     job = Translation(checkpoint, written, every)
     dense = _dense(checkpoint)
     if target is not None:
-        check_target(job, target, dense, unfit)
+        fit_to_target(job, target, dense, unfit)
     dense += fall_back(job, target)
     spec = _spec(job, dense)
     quantization = written.render(spec)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fp8kit.formats import Scheme
 from fp8kit.fused import arguments, operators
-from fp8kit.modules.codes_calls import activation_group, codes_call, target_options
+from fp8kit.modules.codes_calls import activation_group, codes_call, format_options
 from fp8kit.ops.operators import CodesCall
 from fp8kit.runtime.replay_cache import Options
 
@@ -56,7 +56,7 @@ def gated_codes(
     operator, (own, product) = call.then_multiply(options)
     return call._replace(
         operator=operators.then_activate(operator),
-        options=(own, product, (kind, *target_options(scheme))),
+        options=(own, product, (kind, *format_options(scheme))),
         group=activation_group(scheme),
         shape=torch.Size((*call.shape[:-1], width)),
         dtype=product[2],

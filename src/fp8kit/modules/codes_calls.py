@@ -26,7 +26,7 @@ def takes_codes(scheme: Scheme) -> bool:
     return scheme.activation in _FUSABLE and not scheme.static
 
 
-def target(scheme: Scheme) -> arguments.QuantizeOptions:
+def quantize_options(scheme: Scheme) -> arguments.QuantizeOptions:
     """Return the keywords by which ``fp8kit.fused`` quantizes as layers of a scheme do."""
     group = activation_group(scheme)
     return {
@@ -46,13 +46,15 @@ def codes_call(
     check: Callable[[arguments.QuantizeOptions], object],
     shape: torch.Size | None = None,
 ) -> CodesCall:
-    """Describe a call for which ``check``, given ``target``, raises if arguments do not fit.
+    """Describe a call; ``check`` gets ``quantize_options`` and raises if arguments do not fit.
 
     ``shape`` is that of the tensor that is quantized, by default of the first input.
     """
-    x, options = inputs[0], (*settings, *target_options(scheme))
+    x, options = inputs[0], (*settings, *format_options(scheme))
     kind = (activation_group(scheme), x.shape if shape is None else shape, x.dtype)
-    return CodesCall(operator, inputs, constants, options, *kind, lambda: check(target(scheme)))
+    return CodesCall(
+        operator, inputs, constants, options, *kind, lambda: check(quantize_options(scheme))
+    )
 
 
 def activation_group(scheme: Scheme) -> GroupShape:
@@ -61,16 +63,16 @@ def activation_group(scheme: Scheme) -> GroupShape:
     return scheme.activation
 
 
-def target_options(scheme: Scheme) -> Options:
-    """Return ``target`` as the last seven options of an operator that quantizes."""
+def format_options(scheme: Scheme) -> Options:
+    """Return ``quantize_options`` as the last seven options of an operator that quantizes."""
     # torch.compile warns of functions with a cache
-    return (_new_target if torch.compiler.is_compiling() else _kept_target)(scheme)
+    return (_new_options if torch.compiler.is_compiling() else _kept_options)(scheme)
 
 
-def _new_target(scheme: Scheme) -> Options:
+def _new_options(scheme: Scheme) -> Options:
     group, dtype = activation_group(scheme), scheme.dtype
     floor, how = min_scale(group, dtype, "activation"), default_rounding(group, scheme.ue8m0)
     return None, (group.rows, group.cols), dtype, floor, None, how, product_layout(group)
 
 
-_kept_target = functools.cache(_new_target)
+_kept_options = functools.cache(_new_options)

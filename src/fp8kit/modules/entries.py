@@ -163,7 +163,7 @@ def stored_tensors(
     return rebased_tensors(found, name)
 
 
-def rebased_tensors(weight: Rebased, name: str = "weight") -> dict[str, Tensor]:
+def rebased_tensors(weight: Rebased, name: str) -> dict[str, Tensor]:
     """Return the tensors that a layer holds for a rebased weight, by name."""
     found = {name: weight.q.data, f"{name}_scale": weight.q.scale}
     return found | {f"{name}_exponents": weight.exponents}

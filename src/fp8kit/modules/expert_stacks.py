@@ -1,17 +1,72 @@
-"""Stacks of experts ``[E, N, K]``: quantize them one by one, check them, rearrange their rows."""
+"""Stacks of experts ``[E, N, K]``: how modules store them; quantize, check and rearrange them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fp8kit.errors import InvalidType, InvalidValue, teach
+from fp8kit.errors import InvalidType, InvalidValue, check_choice, check_switch, teach
 from fp8kit.formats import MX, QTensor, Scheme
 from fp8kit.modules.entries import quantize_weight
+from fp8kit.moe.activation import Activation
 from fp8kit.moe.pairs import NOWHERE
 from fp8kit.ops.validation import check_quantized
+
+_CALLS = ("routed", "sorted")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStacks:
+    """How a class of experts stores its two stacks, and what it computes with them.
+
+    Args:
+        up: name of the Parameter of gates and ups, ``[E, 2 I, H]``, or of ups alone ``[E, I, H]``.
+        down: name of the Parameter ``[E, H, I]``. Biases, if any, are the Parameters ``<up>_bias
+            [E, 2 I]`` and ``<down>_bias [E, H]``.
+        activation: what is computed between the two products; with ``None`` the module's own
+            ``_apply_gate`` or ``act_fn`` is called between two products, unfused.
+        transposed: the dense stacks are ``[E, H, 2 I]`` and ``[E, I, H]``.
+        call: ``"routed"`` if ``forward`` takes tokens ``[M, H]``, ids and weights ``[M, k]``;
+            ``"sorted"`` if it takes ``[E * M, H]``, with equally many rows for each expert.
+
+    Raises:
+        TypeError: if ``activation`` or ``transposed`` is of another type.
+        ValueError: if the names are not two, or ``call`` is another word.
+
+    Example:
+        >>> ExpertStacks("w13", "w2", Activation("gelu"))
+    """
+
+    up: str = "gate_up_proj"
+    down: str = "down_proj"
+    activation: Activation | None = Activation()  # noqa: RUF009
+    transposed: bool = False
+    call: str = "routed"
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(name, str) for name in self.names) or self.up == self.down:
+            raise InvalidValue(
+                f"Got up={self.up!r:.80} and down={self.down!r:.80}.",
+                "They are the names of two Parameters.",
+                "Pass those of the module, such as 'gate_up_proj' and 'down_proj'.",
+            )
+        if not isinstance(self.activation, Activation | None):
+            raise InvalidType(
+                f"Got activation={self.activation!r:.80}.",
+                "It is an fp8kit.moe.Activation, or None for the module's own.",
+                "Pass fp8kit.moe.Activation('silu'), for example.",
+            )
+        check_switch("transposed", self.transposed)
+        remedy = "Pass 'routed' for forward(tokens, ids, weights)."
+        check_choice("call", self.call, _CALLS, remedy)
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of the two stacks."""
+        return self.up, self.down
 
 
 def quantize_stack(

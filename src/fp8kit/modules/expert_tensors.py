@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fp8kit.dispatch.device import capability
-from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, check_choice, check_switch
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme
 from fp8kit.matmul.problem import MatmulProblem, linear_problem, m_bucket
 from fp8kit.modules.entries import (
@@ -20,7 +19,7 @@ from fp8kit.modules.entries import (
     stored_entries,
     stored_tensors,
 )
-from fp8kit.modules.expert_stacks import quantize_stack
+from fp8kit.modules.expert_stacks import ExpertStacks, quantize_stack
 from fp8kit.modules.guarded_weight import computed_codes, guarded, unguarded
 from fp8kit.modules.libraries import patch_libraries
 from fp8kit.modules.parameters import apply_without_casts, as_bytes, cast_dtype, deepcopied, frozen
@@ -29,60 +28,8 @@ from fp8kit.moe.problem import ExpertsProblem
 from fp8kit.ops.validation import check_codes, default_rounding
 from fp8kit.quantizers.rebase import restore
 
-CALLS = ("routed", "sorted")
 # suffixes of a stack's Parameters except its bias, in the order in which modules hold them
 FROZEN_KINDS = ("", "_scale", "_exponents", "_input_scale")
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertStacks:
-    """How a class of experts stores its two stacks, and what it computes with them.
-
-    Args:
-        up: name of the Parameter of gates and ups, ``[E, 2 I, H]``, or of ups alone ``[E, I, H]``.
-        down: name of the Parameter ``[E, H, I]``. Biases, if any, are the Parameters ``<up>_bias
-            [E, 2 I]`` and ``<down>_bias [E, H]``.
-        activation: what is computed between the two products; with ``None`` the module's own
-            ``_apply_gate`` or ``act_fn`` is called between two products, unfused.
-        transposed: the dense stacks are ``[E, H, 2 I]`` and ``[E, I, H]``.
-        call: ``"routed"`` if ``forward`` takes tokens ``[M, H]``, ids and weights ``[M, k]``;
-            ``"sorted"`` if it takes ``[E * M, H]``, with equally many rows for each expert.
-
-    Raises:
-        TypeError: if ``activation`` or ``transposed`` is of another type.
-        ValueError: if the names are not two, or ``call`` is another word.
-
-    Example:
-        >>> ExpertStacks("w13", "w2", Activation("gelu"))
-    """
-
-    up: str = "gate_up_proj"
-    down: str = "down_proj"
-    activation: Activation | None = Activation()  # noqa: RUF009
-    transposed: bool = False
-    call: str = "routed"
-
-    def __post_init__(self) -> None:
-        if not all(isinstance(name, str) for name in self.names) or self.up == self.down:
-            raise InvalidValue(
-                f"Got up={self.up!r:.80} and down={self.down!r:.80}.",
-                "They are the names of two Parameters.",
-                "Pass those of the module, such as 'gate_up_proj' and 'down_proj'.",
-            )
-        if not isinstance(self.activation, Activation | None):
-            raise InvalidType(
-                f"Got activation={self.activation!r:.80}.",
-                "It is an fp8kit.moe.Activation, or None for the module's own.",
-                "Pass fp8kit.moe.Activation('silu'), for example.",
-            )
-        check_switch("transposed", self.transposed)
-        remedy = "Pass 'routed' for forward(tokens, ids, weights)."
-        check_choice("call", self.call, CALLS, remedy)
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """Names of the two stacks."""
-        return self.up, self.down
 
 
 class ExpertTensors(nn.Module):

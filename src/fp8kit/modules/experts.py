@@ -1,4 +1,4 @@
-"""``Fp8Experts``: the package's own FP8 experts; ``stacked_experts`` has those of libraries."""
+"""``Fp8Experts``: the package's own FP8 experts; ``library_experts`` has those of libraries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from fp8kit.errors import InvalidType, InvalidValue, check_switch
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.modules import expert_stacks, layer_options, refusals
 from fp8kit.modules.entries import stored_tensors
-from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
+from fp8kit.modules.expert_stacks import ExpertStacks
+from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.parameters import empty_tensors, frozen
 from fp8kit.moe.activation import Activation
 from fp8kit.moe.arguments import check_activation, check_rows, stacked_scale

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8kit.modules.own_forward import OwnForward
-from fp8kit.moe.choice import CHOOSE, Formula
+from fp8kit.moe.top_k import CHOOSE, Formula
 
 BIAS = "e_score_correction_bias"
 

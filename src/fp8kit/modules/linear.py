@@ -277,7 +277,7 @@ class Fp8Linear(nn.Linear):
         codes, _, _, _, bound = self.operands()
         group, _, rounding, *_ = self._options
         assert group is not None
-        return operators.quantize_rows(x, GroupShape(*group), codes.dtype, rounding, None, bound)
+        return operators.quantize_rows(x, GroupShape(*group), codes.dtype, rounding, bound)
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """Return a dense layer: the original weight if it was kept, else the dequantized one.

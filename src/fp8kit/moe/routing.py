@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8kit.errors import InvalidType, InvalidValue, check_choice, check_number, check_switch
 from fp8kit.formats import check_strided
-from fp8kit.moe.choice import CHOOSE, SCORINGS, Formula, scores_of, weights_of
+from fp8kit.moe.top_k import CHOOSE, SCORINGS, Formula, scores_of, weights_of
 from fp8kit.ops.validation import check_float, check_operand, check_size
 
 _BEST_OF_GROUP = 2

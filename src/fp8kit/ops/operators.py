@@ -168,22 +168,18 @@ def quantize_rows(
     group: GroupShape,
     dtype: torch.dtype,
     rounding: str,
-    input_scale: Tensor | None = None,
-    scale_ub: Tensor | None = None,
+    scale_ub: Tensor | None,
 ) -> RowCodes:
     """Quantize activations ``[..., K]`` once, for several products.
 
-    ``x`` is bf16, fp16 or fp32; scales are taken from the data unless one is given.
+    ``x`` is bf16, fp16 or fp32; scales are taken from the data.
     """
     _refuse_tangent(x)
     x = autocast(x)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     shape, layout = (group.rows, group.cols), product_layout(group)
     options = (min_scale(group, dtype, "activation"), scale_ub, rounding, layout)
-    if input_scale is None:
-        data, scale = QUANTIZE(rows, shape, dtype, *options)
-    else:
-        data, scale = QUANTIZE_STATIC(rows, input_scale, shape, dtype), input_scale
+    data, scale = QUANTIZE(rows, shape, dtype, *options)
     return RowCodes(data, scale, group, x.shape, x.dtype)
 
 

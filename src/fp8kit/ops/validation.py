@@ -34,7 +34,7 @@ _STANDARD_SCHEMES = {
 }
 
 
-def default_rounding(group: GroupShape | None, ue8m0: bool = False) -> str:
+def default_rounding(group: GroupShape | None, ue8m0: bool) -> str:
     """Return the default scale rounding: up for MX and for UE8M0 scales, else exact."""
     return "up" if ue8m0 or group == MX else "exact"
 

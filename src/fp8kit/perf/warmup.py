@@ -134,7 +134,7 @@ def layer_requests(layers: Sequence[Fp8Linear], m: Sequence[int]) -> Iterator[Tu
             yield from tuning.requests_of(alone, joined, list(m), scheme, accum)
 
 
-def tune_layers(layers: Sequence[Fp8Linear], m: Sequence[int], timer: Timer = time_cases) -> None:
+def tune_layers(layers: Sequence[Fp8Linear], m: Sequence[int], timer: Timer) -> None:
     """Measure the candidates for some layers on the GPU that holds them, and keep the times.
 
     Raises ``ValueError`` if a layer is not on a CUDA device.

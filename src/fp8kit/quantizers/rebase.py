@@ -23,7 +23,7 @@ from fp8kit.errors import InvalidValue
 from fp8kit.formats import MX, ROW, TENSOR, GroupShape, QTensor, check_group, scale_shape
 
 LARGEST_CHANGE = 1e-4  # limit of ``Rebased.largest_change`` for a layer that keeps the result
-_LARGEST, _SMALLEST_STEP = 448.0, 2.0**-9
+_LARGEST = 448.0
 _NAN, _E8M0_NAN, _BIAS = 0x7F, 255, 127
 # farther down every code is zero; a single smallest step may move up this far
 _DOWN, _UP = 19, 18

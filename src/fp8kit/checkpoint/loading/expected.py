@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8kit.checkpoint.cache_scales import has_home
 from fp8kit.checkpoint.exporting import refuse_changed
-from fp8kit.checkpoint.loading import expert_layers
+from fp8kit.checkpoint.loading import expert_modules
 from fp8kit.checkpoint.schema.merged_names import fit
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
@@ -30,7 +30,7 @@ class NewLayers:
     """
 
     made: dict[str, Fp8Linear] = field(default_factory=dict)
-    experts: dict[str, expert_layers.Experts] = field(default_factory=dict)
+    experts: dict[str, expert_modules.Experts] = field(default_factory=dict)
     groups: list[tuple[str, ...]] = field(default_factory=list)
     ties: list[list[str]] = field(default_factory=list)
     form: Scheme | None = None  # of MXFP8 layers; by default the fastest on their device
@@ -56,7 +56,7 @@ def expected_state(model: nn.Module, layers: NewLayers) -> dict[str, Tensor]:
             kept.setdefault(named(name, kind), tensor)
     for name, experts in layers.experts.items():
         held = experts.tensors(model.get_submodule(name))
-        for alias in expert_layers.by_every_name(model, {name: experts}):
+        for alias in expert_modules.by_every_name(model, {name: experts}):
             kept |= {named(alias, kind): tensor for kind, tensor in held.items()}
     return kept
 
@@ -73,7 +73,7 @@ def check_fit(
     wanted = expected_state(model, layers)
     tensors = {n: i.shape for n, i in checkpoint.tensors.items()}
     coded = {layer.weight: layer.shape for layer in checkpoint.layers.values()}
-    tensors = {**expert_layers.stored_shapes(model, layers.experts, tensors), **coded}
+    tensors = {**expert_modules.stored_shapes(model, layers.experts, tensors), **coded}
     scales = {
         scale: layer.weight
         for layer in checkpoint.layers.values()
@@ -159,7 +159,7 @@ def _made_here(model: nn.Module, layers: NewLayers, covered: set[str]) -> set[st
     """Name the tensors that need not be on disk: scales of weights that are quantized here."""
     fp8 = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)} | layers.made
     names = set()
-    for name, held in expert_layers.stacks_by_name(model, layers.experts).items():
+    for name, held in expert_modules.stacks_by_name(model, layers.experts).items():
         for stack in held.names:
             if named(name, stack) in covered:
                 names |= {named(name, stack + kind) for kind in FROZEN_KINDS[1:]}

@@ -14,7 +14,7 @@ from torch import nn
 from fp8kit.checkpoint.cache_scales import keep_cache_scales
 from fp8kit.checkpoint.exporting import AS_CONV1D, is_distributed
 from fp8kit.checkpoint.loading.expected import NewLayers, check_fit, expected_state, shapes_of, ties
-from fp8kit.checkpoint.loading.expert_layers import Experts, experts_in_checkpoint
+from fp8kit.checkpoint.loading.expert_modules import Experts, experts_in_checkpoint
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme, other_scheme
 from fp8kit.checkpoint.loading.placement import Placement
 from fp8kit.checkpoint.schema.layers import Layer

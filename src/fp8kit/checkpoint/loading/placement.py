@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8kit import functional
-from fp8kit.checkpoint.loading.expert_stacks import StackPlacement
+from fp8kit.checkpoint.loading.expert_placement import StackPlacement
 from fp8kit.checkpoint.loading.merged_weights import (
     Fp8Weight,
     check_shape,
@@ -217,9 +217,7 @@ class Placement:
             scale = source[_EXPONENTS]
         return fp8_weight(named(layer, "weight_scale"), weight, scale, input_scale, numbers[1])
 
-    def _deliver(
-        self, route: Route, layer: str, value: Tensor | Fp8Weight, kind: str = "weight"
-    ) -> None:
+    def _deliver(self, route: Route, layer: str, value: Tensor | Fp8Weight, kind: str) -> None:
         """Hand a complete tensor to its target, or divide it among several."""
         home = self._stacks.home(route)
         if home is not None and kind in ("weight", home[1]):

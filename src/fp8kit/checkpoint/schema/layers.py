@@ -134,7 +134,7 @@ def granularity(fmt: Format, shape: Shape, scale: Kind) -> GroupShape:
     return fitting[0] if fitting else candidates[0]
 
 
-def scale_problem(name: str, scale: Kind, shape: Shape, fmt: Format, announced: bool = True) -> str:
+def scale_problem(name: str, scale: Kind, shape: Shape, fmt: Format, announced: bool) -> str:
     """Return what is wrong with scales of codes of this shape on disk; empty if nothing is.
 
     A granularity that is not ``announced`` was guessed from the scales.

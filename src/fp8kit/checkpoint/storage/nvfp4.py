@@ -25,7 +25,7 @@ from fp8kit.modules.entries import quantize_weight
 from fp8kit.quantizers.scale_layout import unswizzle_scales
 
 DEFAULT = SCHEMES["FP8_DYNAMIC"]
-_TARGETS = ("FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR", "MXFP8")
+_SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR", "MXFP8")
 COLUMNS = 16
 _GROUP = GroupShape(1, COLUMNS)
 # of each exporter: codes, factor, whether it divides, and what belongs to activations
@@ -54,7 +54,7 @@ class ConvertedPart(TensorInfo):
 
 
 def as_fp8(
-    tensors: Mapping[str, TensorInfo], scheme: Scheme | None, tiled: bool = False
+    tensors: Mapping[str, TensorInfo], scheme: Scheme | None, tiled: bool
 ) -> dict[str, TensorInfo]:
     """Return tensors with NVFP4 weights replaced by the FP8 tensors that reading makes of them.
 
@@ -71,7 +71,7 @@ def as_fp8(
                 continue
             if not _fit(info, groups, whole, tiled):
                 continue
-            _check_target(name, wanted)
+            _check_scheme(name, wanted)
             shape = (info.shape[0], 2 * info.shape[1])
             for own in (codes, "weight_scale", factor, inputs):
                 found.pop(f"{layer}.{own}", None)
@@ -149,10 +149,10 @@ def _fit(codes: TensorInfo, groups: TensorInfo, factor: TensorInfo, tiled: bool)
     return alike and factor.dtype == torch.float32 and factor.shape in ((), (1,))
 
 
-def _check_target(name: str, scheme: Scheme) -> None:
-    if scheme.name not in _TARGETS:
+def _check_scheme(name: str, scheme: Scheme) -> None:
+    if scheme.name not in _SCHEMES:
         raise CheckpointError(
             f"Got scheme={scheme} for {name}, which is NVFP4.",
-            f"NVFP4 weights become {', '.join(_TARGETS)}.",
+            f"NVFP4 weights become {', '.join(_SCHEMES)}.",
             "Pass one of these, or leave scheme out for FP8_DYNAMIC.",
         )

@@ -17,8 +17,9 @@ from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.experts import recognize
 from fp8kit.formats import TENSOR, Scheme
-from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
-from fp8kit.modules.stacked_experts import empty_experts, held_tensors
+from fp8kit.modules.expert_stacks import ExpertStacks
+from fp8kit.modules.expert_tensors import ExpertTensors
+from fp8kit.modules.library_experts import empty_experts, held_tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from torch import Tensor
 import fp8kit
 import recorded_calls
 from ahead import compiled_by
-from fp8kit.moe import choice
-from fp8kit.moe.choice import ChoiceProblem, Formula
+from fp8kit.moe import top_k
+from fp8kit.moe.top_k import Formula, TopKProblem
 from fp8kit.runtime.replay_cache import ReplayCache
 from grids import COMPILED, pairwise
 
-kernel = pytest.importorskip("fp8kit.moe.triton_routing")
+kernel = pytest.importorskip("fp8kit.moe.triton_top_k")
 from fp8kit.quantizers.triton_encode import INTERPRETED  # noqa: E402
 
 # numpy, which the interpreter computes with, warns of the infinities that these tests provoke
@@ -37,19 +37,19 @@ def device(device: torch.device) -> torch.device:
 def assert_chooses(x: Tensor, bias: Tensor | None, how: Formula) -> None:
     """Check that the best experts are chosen, in order, and that the weights belong to them."""
     ids, weights = kernel.choose(x, bias, how)
-    scores = choice.scores_of(x, how.scoring)
+    scores = top_k.scores_of(x, how.scoring)
     worth = scores if bias is None else scores + bias.float()
     assert ids.dtype == torch.int64
     assert (ids.sort(-1).values.diff(dim=-1) > 0).all()
     # scores may be as far apart as the hardware's exponential is from torch's
     close = {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(worth.gather(-1, ids), worth.topk(how.top_k, -1).values, **close)
-    torch.testing.assert_close(weights, choice.weights_of(scores, ids, how))
+    torch.testing.assert_close(weights, top_k.weights_of(scores, ids, how))
 
 
 @pytest.mark.parametrize(
     ("size", "scoring", "dtype", "out", "renormalize", "biased"),
-    pairwise(SIZES, choice.SCORINGS, DTYPES, DTYPES, (True, False), (True, False)),
+    pairwise(SIZES, top_k.SCORINGS, DTYPES, DTYPES, (True, False), (True, False)),
 )
 def test_choices_are_those_of_torch(
     size: tuple[int, int],
@@ -66,25 +66,25 @@ def test_choices_are_those_of_torch(
     assert_chooses(x.to(dtype), bias, Formula(k, scoring, renormalize, 2.5, out))
 
 
-@pytest.mark.parametrize("scoring", choice.SCORINGS)
+@pytest.mark.parametrize("scoring", top_k.SCORINGS)
 def test_the_comparison_can_fail(scoring: str, device: torch.device) -> None:
     x, how = torch.randn(3, 16, device=device), Formula(4, scoring, False, 1.0, torch.float32)
     for changed, bias in ((how._replace(scaling_factor=1.01), None), (how, torch.arange(16.0))):
         ids, weights = kernel.choose(x, None if bias is None else bias.to(device), changed)
-        ids_, weights_ = choice.choose(x, None, how)
+        ids_, weights_ = top_k.choose(x, None, how)
         assert not torch.allclose(weights, weights_, rtol=1e-3)
         assert torch.equal(ids, ids_) == (bias is None)
 
 
 @pytest.mark.parametrize(("experts", "k"), [(16, 5), (128, 8)])
-@pytest.mark.parametrize("scoring", choice.SCORINGS)
+@pytest.mark.parametrize("scoring", top_k.SCORINGS)
 def test_ids_of_distinct_scores_are_equal(
     experts: int, k: int, scoring: str, device: torch.device
 ) -> None:
     rows = [torch.randperm(experts) for _ in range(4)]
     x = (torch.stack(rows) / 16 - experts / 16).to(device, torch.bfloat16)
     how = Formula(k, scoring, True, 1.0, torch.float32)
-    assert torch.equal(kernel.choose(x, None, how)[0], choice.choose(x, None, how)[0])
+    assert torch.equal(kernel.choose(x, None, how)[0], top_k.choose(x, None, how)[0])
 
 
 def test_rows_may_be_apart(device: torch.device) -> None:
@@ -96,12 +96,12 @@ def test_rows_may_be_apart(device: torch.device) -> None:
 def test_of_equal_scores_the_lowest_comes_first(device: torch.device) -> None:
     x = torch.zeros(2, 40, device=device)
     x[1, [7, 30, 12]] = 1.0
-    for scoring in choice.SCORINGS:
+    for scoring in top_k.SCORINGS:
         ids, _ = kernel.choose(x, None, Formula(5, scoring, True, 1.0, torch.float32))
         assert ids.tolist() == [[0, 1, 2, 3, 4], [7, 12, 30, 0, 1]]
 
 
-@pytest.mark.parametrize("scoring", choice.SCORINGS)
+@pytest.mark.parametrize("scoring", top_k.SCORINGS)
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_what_is_no_number_gives_ids_in_range(
@@ -114,7 +114,7 @@ def test_what_is_no_number_gives_ids_in_range(
     assert ids.amin() >= 0
     assert ids.amax() < 13
     assert (ids.sort(-1).values.diff(dim=-1) > 0).all()
-    torch.testing.assert_close(weights, choice.choose(x, None, how)[1], equal_nan=True)
+    torch.testing.assert_close(weights, top_k.choose(x, None, how)[1], equal_nan=True)
     if scoring == "sigmoid":  # a softmax of it has nothing else
         assert ids[0, 0] == 9
 
@@ -129,14 +129,14 @@ def test_no_rows_give_no_choice(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("problem", "said"),
     [
-        (ChoiceProblem(8, 2, torch.float64, *ADA), "reads bfloat16"),
-        (ChoiceProblem(2000, 2, torch.float32, *ADA), "at most 32 of 1024"),
-        (ChoiceProblem(100, 33, torch.float32, *ADA), "at most 32 of 1024"),
-        (ChoiceProblem(1024, 32, torch.float16, *ADA), ""),
-        (ChoiceProblem(8, 2, torch.float32, "cuda", None), "" if INTERPRETED.value else "sm80"),
+        (TopKProblem(8, 2, torch.float64, *ADA), "reads bfloat16"),
+        (TopKProblem(2000, 2, torch.float32, *ADA), "at most 32 of 1024"),
+        (TopKProblem(100, 33, torch.float32, *ADA), "at most 32 of 1024"),
+        (TopKProblem(1024, 32, torch.float16, *ADA), ""),
+        (TopKProblem(8, 2, torch.float32, "cuda", None), "" if INTERPRETED.value else "sm80"),
     ],
 )
-def test_what_the_kernel_does_not_cover_is_declined(problem: ChoiceProblem, said: str) -> None:
+def test_what_the_kernel_does_not_cover_is_declined(problem: TopKProblem, said: str) -> None:
     assert said in (kernel.supports(problem) or "")
     assert (kernel.supports(problem) is None) == (not said)
 
@@ -146,7 +146,7 @@ def test_route_takes_the_kernel_where_nobody_looks_on(monkeypatch: pytest.Monkey
     x = torch.randn(4, 8)
     found = fp8kit.moe.route(x, 2, scoring="sigmoid", scaling_factor=2.0)
     assert calls == ["choose"]
-    expected = choice.choose(x, None, Formula(2, "sigmoid", True, 2.0, torch.float32))
+    expected = top_k.choose(x, None, Formula(2, "sigmoid", True, 2.0, torch.float32))
     assert all(map(torch.equal, found, expected))
     fp8kit.moe.route(x, 2, groups=4, top_groups=2)
     fp8kit.moe.route(x, 2, custom=lambda x, k: x.topk(k)[::-1])
@@ -160,7 +160,7 @@ def test_route_takes_the_kernel_where_nobody_looks_on(monkeypatch: pytest.Monkey
 
 
 def test_the_kernel_compiles_for_hopper(tmp_path: Path) -> None:
-    found = compiled_by(Path(__file__).with_name("routing_ahead_of_time.py"), tmp_path)
+    found = compiled_by(Path(__file__).with_name("top_k_ahead_of_time.py"), tmp_path)
     assert len(found) == 7
     for name, counts in found.items():
         assert counts["stack"] == 0, f"{name}: {counts['stack']} bytes did not fit"
@@ -174,15 +174,15 @@ def test_the_kernel_compiles_for_hopper(tmp_path: Path) -> None:
 def test_a_captured_choice_follows_its_logits() -> None:
     how = Formula(8, "softmax", True, 1.0, torch.bfloat16)
     x = torch.randn(16, 128, device="cuda")
-    choice.CHOOSE(x, None, *how)
+    top_k.CHOOSE(x, None, *how)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ids, weights = choice.CHOOSE(x, None, *how)
+        ids, weights = top_k.CHOOSE(x, None, *how)
     for _ in range(3):
         x.copy_(torch.randn_like(x))
         graph.replay()
-        ids_, weights_ = choice.choose(x, None, how)
+        ids_, weights_ = top_k.choose(x, None, how)
         assert torch.equal(ids, ids_)
         torch.testing.assert_close(weights, weights_)
 
@@ -194,8 +194,8 @@ def test_replays_choose_by_their_own_logits(biased: bool) -> None:
     bias = torch.randn(256, device="cuda") if biased else None
     for _ in range(5):
         x = torch.randn(16, 256, device="cuda")
-        ids, weights = replays.call(choice.CHOOSE, (x,), (bias,), how)
-        ids_, weights_ = choice.choose(x, bias, how)
+        ids, weights = replays.call(top_k.CHOOSE, (x,), (bias,), how)
+        ids_, weights_ = top_k.choose(x, bias, how)
         assert torch.equal(ids, ids_)
         torch.testing.assert_close(weights, weights_)
     assert replays.launches(x.shape) == 1

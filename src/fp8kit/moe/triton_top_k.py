@@ -1,4 +1,4 @@
-"""Choose the experts of each token in one launch, see ``choice``.
+"""Choose the experts of each token in one launch, see ``top_k``.
 
 A program has one row and one warp. Each expert has a 64-bit key, so that the largest key gives
 score and index: the upper half is the score's bits, ordered as integers, the lower half the index,
@@ -17,8 +17,8 @@ from torch import Tensor
 from fp8kit.dispatch.device import current
 from fp8kit.formats import FLOATS
 from fp8kit.fused.triton_output import narrow
-from fp8kit.moe import choice
-from fp8kit.moe.choice import ChoiceBackend, ChoiceProblem, Formula
+from fp8kit.moe import top_k
+from fp8kit.moe.top_k import Formula, TopKBackend, TopKProblem
 from fp8kit.quantizers.triton_encode import missing_gpu, widen
 from fp8kit.runtime.triton_launch import launch
 from fp8kit.runtime.triton_overlap import join_stream, overlaps
@@ -26,10 +26,10 @@ from fp8kit.runtime.triton_overlap import join_stream, overlaps
 _MOST_EXPERTS, _MOST_CHOSEN = 1024, 32  # of a row in a warp's registers
 _NONE = tl.constexpr(-(2**63))
 _NAN = tl.constexpr(2**31 - 1)  # above infinity
-_TINY = tl.constexpr(choice.TINY)
+_TINY = tl.constexpr(top_k.TINY)
 
 
-def supports(problem: ChoiceProblem) -> str | None:
+def supports(problem: TopKProblem) -> str | None:
     """Return the reason why the kernel does not cover a problem, ``None`` if it does."""
     if missing := missing_gpu(problem.capability, (8, 0)):
         return missing
@@ -98,10 +98,10 @@ def _choose_kernel(
 
 
 def choose(logits: Tensor, bias: Tensor | None, how: Formula) -> tuple[Tensor, Tensor]:
-    """Choose as ``choice.choose`` does, with the same arguments."""
+    """Choose as ``top_k.choose`` does, with the same arguments."""
     m, experts = logits.shape
     if m == 0:
-        return choice.choose(logits, bias, how)
+        return top_k.choose(logits, bias, how)
     x = logits if logits.stride(1) == 1 else logits.contiguous()
     ids = torch.empty(m, how.top_k, dtype=torch.int64, device=x.device)
     weights = torch.empty(m, how.top_k, dtype=how.dtype, device=x.device)
@@ -119,4 +119,4 @@ def choose(logits: Tensor, bias: Tensor | None, how: Formula) -> tuple[Tensor, T
     return ids, weights
 
 
-BACKEND = ChoiceBackend(supports=supports, choose=choose)
+BACKEND = TopKBackend(supports=supports, choose=choose)

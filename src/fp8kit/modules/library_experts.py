@@ -18,8 +18,8 @@ from fp8kit import functional
 from fp8kit.errors import InvalidType, teach
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.modules.entries import stored_tensors
-from fp8kit.modules.expert_stacks import quantize_stack
-from fp8kit.modules.expert_tensors import FROZEN_KINDS, ExpertStacks, ExpertTensors, codes_shape
+from fp8kit.modules.expert_stacks import ExpertStacks, quantize_stack
+from fp8kit.modules.expert_tensors import FROZEN_KINDS, ExpertTensors, codes_shape
 from fp8kit.modules.hooks import is_watched
 from fp8kit.modules.libraries import patch_libraries
 from fp8kit.modules.own_forward import settings
@@ -29,7 +29,7 @@ from fp8kit.moe.functional import experts as run_experts
 Gate = Callable[[Tensor], Tensor]
 
 
-class StackedExperts(ExpertTensors):
+class LibraryExperts(ExpertTensors):
     """The common part of FP8 forms of other libraries' classes; see ``ExpertStacks``."""
 
     dense_class: type[nn.Module]
@@ -141,7 +141,7 @@ def held_tensors(module: nn.Module, stacks: ExpertStacks, scheme: Scheme) -> dic
     found = dict(module.state_dict(keep_vars=True))
     for name in stacks.names:
         shape = tuple(module.get_parameter(name).shape)
-        transposed = stacks.transposed and not isinstance(module, StackedExperts)
+        transposed = stacks.transposed and not isinstance(module, LibraryExperts)
         found |= empty_tensors(codes_shape(shape, transposed), scheme, "meta", name)
         if scheme.static:
             found[f"{name}_input_scale"] = torch.empty(1, 1, dtype=torch.float32, device="meta")
@@ -165,7 +165,7 @@ def empty_experts(
 
 def convert_experts(
     module: nn.Module, stacks: ExpertStacks, scheme: Scheme, weight_storage: str = "discard"
-) -> StackedExperts:
+) -> LibraryExperts:
     """Turn a module of experts into an FP8 one in place, replacing one dense stack at a time."""
     dtype, kept = module.get_parameter(stacks.down).dtype, {}
     for name in stacks.names:
@@ -180,32 +180,32 @@ def convert_experts(
     return converted
 
 
-def fp8_class(base: type[nn.Module]) -> type[StackedExperts]:
+def fp8_class(base: type[nn.Module]) -> type[LibraryExperts]:
     """Return the FP8 form of a class of experts, the same subclass at every call."""
     if base not in _CLASSES:
         own = {"dense_class": base, "__module__": __name__, "__doc__": base.__doc__}
-        _CLASSES[base] = type(f"Fp8{base.__name__}", (StackedExperts, base), own)
+        _CLASSES[base] = type(f"Fp8{base.__name__}", (LibraryExperts, base), own)
     return _CLASSES[base]
 
 
-_CLASSES: dict[type[nn.Module], type[StackedExperts]] = {}
+_CLASSES: dict[type[nn.Module], type[LibraryExperts]] = {}
 
 
-def _blank(base: type[nn.Module]) -> StackedExperts:
+def _blank(base: type[nn.Module]) -> LibraryExperts:
     made = fp8_class(base)
     return made.__new__(made)
 
 
 def _become(
     module: nn.Module, stacks: ExpertStacks, scheme: Scheme, dtype: torch.dtype
-) -> StackedExperts:
+) -> LibraryExperts:
     patch_libraries()
     order = [n + kind for n in stacks.names for kind in (*FROZEN_KINDS, "_bias")]
     held = module._parameters
     module._parameters = {n: held[n] for n in order if n in held} | held
     module.requires_grad_(False)  # freezes the biases of experts, too
     module.__class__ = fp8_class(type(module))
-    found = cast(StackedExperts, module)
+    found = cast(LibraryExperts, module)
     found.stacks, found.scheme, found.compute_dtype = stacks, scheme, dtype
     found.originals = {}
     if hasattr(module, "is_transposed"):  # read by adapter libraries

@@ -11,8 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from ahead import resources, specialized
-from fp8kit.moe import triton_routing
-from fp8kit.moe.choice import Formula
+from fp8kit.moe import triton_top_k
+from fp8kit.moe.top_k import Formula
 
 VARIANTS = (
     ("softmax", 128, 8, torch.bfloat16, torch.bfloat16, False),
@@ -36,13 +36,13 @@ def main() -> None:
         waits = made.asm["ptx"].count("griddepcontrol.wait")
         found[name] = {**resources(made.asm["cubin"]), "blocks": blocks, "waits": waits}
 
-    triton_routing.launch = compiled
-    triton_routing.overlaps = lambda _: True
+    triton_top_k.launch = compiled
+    triton_top_k.overlaps = lambda _: True
     for scoring, experts, k, dtype, out, biased in VARIANTS:
         name = f"{scoring} {k} of {experts} {dtype} {out}"
         logits = torch.empty(16, experts, dtype=dtype, device="meta")
         bias = torch.empty(experts, device="meta") if biased else None
-        triton_routing.choose(logits, bias, Formula(k, scoring, True, 2.5, out))
+        triton_top_k.choose(logits, bias, Formula(k, scoring, True, 2.5, out))
     sys.stdout.write(json.dumps(found) + "\n")
 
 

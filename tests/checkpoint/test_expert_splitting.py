@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8kit
-from fp8kit.checkpoint.expert_names import split_experts
-from fp8kit.modules.expert_tensors import ExpertStacks
+from fp8kit.checkpoint.expert_splitting import split_experts
+from fp8kit.modules.expert_stacks import ExpertStacks
 
 E, H = 2, 256
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -142,3 +143,11 @@ def test_other_code_at_the_activation_runs(how: str, given: tuple[Tensor, ...]) 
         else:
             act.forward = torch.tanh
     assert 5e-3 < numerics.relative_error(module(*given), dense(*given)) < 0.1
+
+
+def test_experts_that_an_earlier_version_pickled_load(given: tuple[Tensor, ...]) -> None:
+    module = converted(Bounded(nn.SiLU()))
+    text = pickle.dumps(module, 0)
+    old = text.replace(b"fp8kit.modules.library_experts", b"fp8kit.modules.stacked_experts")
+    assert old != text
+    assert torch.equal(pickle.loads(old)(*given), module(*given))

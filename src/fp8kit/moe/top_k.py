@@ -13,9 +13,9 @@ from fp8kit.dispatch.backends import Backend, BackendTable, require
 from fp8kit.dispatch.device import capability
 from fp8kit.runtime.replay_cache import Operator
 
-CHOICE_BACKENDS: BackendTable = (
-    ("triton", "fp8kit.moe.triton_routing", ("cuda",)),
-    ("reference", "fp8kit.moe.choice", ()),
+TOP_K_BACKENDS: BackendTable = (
+    ("triton", "fp8kit.moe.triton_top_k", ("cuda",)),
+    ("reference", "fp8kit.moe.top_k", ()),
 )
 SCORINGS = ("softmax", "sigmoid")
 # DeepSeek adds this to the denominator of a renormalization. Other models add nothing; in float32
@@ -38,7 +38,7 @@ class Formula(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceProblem:
+class TopKProblem:
     """The facts by which a backend accepts or declines."""
 
     experts: int
@@ -49,7 +49,7 @@ class ChoiceProblem:
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
-class ChoiceBackend(Backend):
+class TopKBackend(Backend):
     """A backend whose ``choose`` takes logits, correction bias and formula: see ``choose``."""
 
     choose: Callable[[Tensor, Tensor | None, Formula], tuple[Tensor, Tensor]]
@@ -87,10 +87,10 @@ def _registered(logits: Tensor, bias: Tensor | None, *how: object) -> tuple[Tens
 def _body(logits: Tensor, bias: Tensor | None, *how: object) -> tuple[Tensor, Tensor]:
     formula = Formula(*how)  # type: ignore[arg-type]
     place = (logits.device.type, capability(logits.device))
-    problem = ChoiceProblem(logits.shape[1], formula.top_k, logits.dtype, *place)
-    backend: ChoiceBackend = require(CHOICE_BACKENDS, problem)
+    problem = TopKProblem(logits.shape[1], formula.top_k, logits.dtype, *place)
+    backend: TopKBackend = require(TOP_K_BACKENDS, problem)
     return backend.choose(logits, bias, formula)
 
 
-BACKEND = ChoiceBackend(choose=choose)
+BACKEND = TopKBackend(choose=choose)
 CHOOSE = Operator(_body, _registered)
