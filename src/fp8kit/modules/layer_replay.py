@@ -94,14 +94,15 @@ def find_replay(
         return None
     if not isinstance(mlp, FusedGatedMlp):
         return None
-    first, last = _readers(norm, x), _behind(sum_norm, mlp, x)
-    if first is None or last is None:
+    groups = norm.consumers.group, sum_norm.consumers.group
+    # in this order, as a layer that is never replayed pays for it at every call
+    if not all(group.replays for group in groups) or (first := _readers(norm, x)) is None:
         return None
-    group = sum_norm.consumers.group
-    gated = mlp.gated(_codes(sum_norm, x, x), group)
-    of_first = norm.consumers.group.recorded(_codes(norm, x))
-    of_last = None if gated is None else group.recorded(*gated)
-    if of_first is None or of_last is None:
+    of_first = groups[0].recorded(_codes(norm, x))
+    last = None if of_first is None else _behind(sum_norm, mlp, x)
+    gated = None if last is None else mlp.gated(_codes(sum_norm, x, x), groups[1])
+    of_last = None if gated is None else groups[1].recorded(*gated)
+    if of_first is None or last is None or of_last is None:
         return None
     return LayerReplay(Replay(norm, first, of_first), Replay(sum_norm, last, of_last), mlp)
 
