@@ -1,4 +1,4 @@
-"""Decoder layers that are replayed behind one check, with attention's own code in between."""
+"""Decoder layers of two recordings, each replayed behind one check, and attention in between."""
 
 from __future__ import annotations
 
@@ -13,59 +13,42 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import fp8kit
 from fp8kit.modules.fused_producers import FusedGatedMlp
 from numerics import assert_bits_equal
 from recorded_calls import CpuBackends, install
-from tiny_experts import SIZES
-
-CALLS = 4  # the first two compute and record; then a layer is replayed
+from replayed_layers import CALLS, is_replayed, of_attention, run, tiny, told
 
 
-class Telling(LlamaAttention):
-    """Tells of each call whether its query projection is a module, and keeps state of its own."""
+@pytest.fixture
+def backends(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
+    return install(monkeypatch)
+
+
+class Counting(LlamaAttention):
+    """Counts its calls on itself."""
 
     called = 0
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-        told.append(isinstance(self.q_proj, nn.Module))
         assert self.q_proj.in_features == 128
         self.called += 1
         return super().forward(hidden_states, **kwargs)
 
 
-told: list[bool] = []
-
-
-@pytest.fixture
-def backends(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
-    del told[:]
-    return install(monkeypatch)
-
-
-def tiny(kind: Any = LlamaForCausalLM, config: Any = LlamaConfig) -> Any:
-    torch.manual_seed(0)
-    return kind(config(**SIZES)).bfloat16().eval()
-
-
 @pytest.fixture
 def model(backends: CpuBackends) -> Any:
-    model = tiny()
-    for layer in model.model.layers:
-        layer.self_attn.__class__ = Telling
-    fp8kit.convert(model)
-    return model
-
-
-@torch.no_grad()
-def run(model: Any, tokens: int = 1, **options: Any) -> Tensor:
-    logits: Tensor = model(
-        input_ids=torch.arange(1, 1 + tokens)[None], use_cache=False, **options
-    ).logits
-    return logits
+    return of_attention(Counting)
 
 
 def decoded(model: Any, steps: int) -> Tensor:
@@ -82,14 +65,6 @@ def run_with(model: Any, cache: DynamicCache, tokens: int) -> Tensor:
         input_ids=torch.arange(5, 5 + tokens)[None], past_key_values=cache, use_cache=True
     ).logits
     return logits
-
-
-def is_replayed(model: Any, **options: Any) -> bool:
-    """Return whether the layers of the next call are replayed; some or none is an error."""
-    del told[:]
-    run(model, **options)
-    (modules,) = set(told)
-    return not modules
 
 
 def test_the_third_call_is_replayed_with_the_same_bits(model: Any) -> None:
@@ -179,7 +154,7 @@ def another_feed_forward_of_the_same_weights(layer: Any) -> None:
     layer.mlp = FusedGatedMlp(plain, "gelu")
 
 
-class Louder(Telling):
+class Louder(Counting):
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         y, weights = super().forward(hidden_states, **kwargs)
         return y * 2, weights
@@ -267,7 +242,63 @@ def test_what_attention_writes_on_itself_arrives(model: Any) -> None:
     assert {*vars(model.model.layers[0].self_attn)} == held
 
 
-class Twice(Telling):
+def gain_of_the_sum(layer: Any) -> None:
+    layer.post_attention_layernorm.weight = nn.Parameter(torch.full((128,), 3.0).bfloat16())
+
+
+def hook_behind_attention(layer: Any) -> None:
+    layer.mlp.down_proj.register_forward_hook(lambda m, args, y: y * 2)
+
+
+def bound_behind_attention(layer: Any) -> None:
+    layer.mlp.down_proj.scale_ub = 0.01
+
+
+def moved_behind_attention(layer: Any) -> None:
+    down = layer.mlp.down_proj
+    down.weight_scale.data = down.weight_scale.data * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [gain_of_the_sum, hook_behind_attention, bound_behind_attention, moved_behind_attention],
+)
+def test_a_change_during_attention_is_followed(change: Callable[[Any], None], model: Any) -> None:
+    before = [run(model) for _ in range(CALLS)][-1]
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        hook = layer.self_attn.o_proj.register_forward_hook(lambda m, args, y: change(layer))
+        found = run(model)
+    hook.remove()
+    expected = run(copy.deepcopy(model))
+    assert not torch.equal(expected, before)
+    assert_bits_equal(found, expected)
+
+
+def test_a_layer_with_a_new_feed_forward_is_replayed_again(model: Any) -> None:
+    for _ in range(CALLS):
+        run(model)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            moved_behind_attention(layer)
+    for _ in range(CALLS):
+        run(model)
+    assert is_replayed(model)
+
+
+def test_a_layer_is_traced_with_symbolic_shapes(model: Any) -> None:
+    def compute(x: Tensor) -> Tensor:
+        angles = model.model.rotary_emb(x, torch.arange(x.shape[1])[None])
+        y: Tensor = model.model.layers[0](x, position_embeddings=angles)
+        return y
+
+    x = torch.randn(2, 3, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        graph = make_fx(compute, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
+        assert_bits_equal(graph(x), compute(x))
+
+
+class Twice(Counting):
     """Projects a second tensor, and gives its result in another dtype where ``wide``."""
 
     wide = False
@@ -284,12 +315,8 @@ found: list[Tensor] = []
 
 @pytest.fixture
 def twice(backends: CpuBackends) -> Any:
-    model = tiny()
-    for layer in model.model.layers:
-        layer.self_attn.__class__ = Twice
-    fp8kit.convert(model)
     del found[:]
-    return model
+    return of_attention(Twice)
 
 
 def test_a_projection_of_another_input_is_computed(twice: Any) -> None:
@@ -326,11 +353,11 @@ def test_inputs_of_other_dtypes_and_addresses_are_told_apart(model: Any) -> None
     strided = torch.zeros(1, 1, 256).bfloat16()[..., ::2].copy_(x)
     with torch.no_grad():
         expected = [layer(x, position_embeddings=angles) for _ in range(CALLS)][-1]
-        del told[:]
-        for other in (odd, strided, x):
+        for other, is_new in ((odd, True), (strided, True), (x, False)):
+            told.clear()
             assert_bits_equal(layer(other, position_embeddings=angles), expected)
+            assert bool(told) == is_new
         wide = layer(x.float(), position_embeddings=angles)
-    assert told == [True, True, False, True]
     assert wide.dtype == torch.float32
 
 
@@ -364,7 +391,7 @@ def test_what_was_replaced_is_freed(part: str, model: Any) -> None:
     assert old() is None
 
 
-def test_threads_attend_on_twins_of_their_own(model: Any) -> None:
+def test_threads_get_results_of_their_own(model: Any) -> None:
     expected = {n: [run(model, n) for _ in range(CALLS)][-1] for n in (1, 2)}
     wrong: list[int] = []
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fp8kit.modules.fused_producers import FusedGatedMlp, FusedNorm
 from fp8kit.modules.joining import MOST_JOINED_ROWS
-from fp8kit.modules.layer_replay import LayerReplay, find_replay, parts_of
+from fp8kit.modules.layer_replay import LayerReplay, find_replay
 from fp8kit.modules.own_forward import ModuleForward, is_unchanged, set_forward, settings
 from fp8kit.modules.trials import isolated_copy, on_trial, set_training
 
@@ -46,30 +46,36 @@ class Flow:
 
         ``kwargs`` are all arguments of ``self_attn`` except the hidden states ``x [..., K]``.
         """
-        children = layer._modules
-        attention = children["self_attn"]
-        assert attention is not None
-        y, _ = attention(hidden_states=_normed(children, self.before_attention, x), **kwargs)
-        y = _normed(children, self.after_attention, y)
-        y, total = self.feed_forward(layer, y, x)
-        return total + _normed(children, self.after_mlp, y)
+        normed = _normed(layer._modules, self.before_attention, x)
+        y = self._attended(layer, normed, kwargs)
+        return self._sum(layer, self.feed_forward(layer, y, x))
 
     def replay(
         self, layer: nn.Module, x: Tensor, kwargs: dict[str, Any], found: LayerReplay
     ) -> Tensor | None:
-        """Compute ``run`` by the recordings of an earlier call; ``None`` if something changed."""
-        children = layer._modules
-        parts = parts_of(children, self.read_norms, x)
-        if parts is None or not found.fits(parts, x):
+        """Compute ``run`` by recordings; ``None``, with nothing computed, if the first fits not."""
+        child = layer._modules.get
+        normed = found.normed(child(self.before_attention), x)
+        if normed is None:
             return None
-        y = _normed(children, self.after_attention, found.attention(parts, x, kwargs))
-        y, total = found.feed_forward(y, x) or self.feed_forward(layer, y, x)
-        return total + _normed(children, self.after_mlp, y)
+        y = self._attended(layer, normed, kwargs)
+        of_mlp = found.feed_forward(child(self.before_mlp), child("mlp"), y, x)
+        return self._sum(layer, of_mlp or self.feed_forward(layer, y, x))
 
-    @property
-    def read_norms(self) -> tuple[str, str]:
-        """The names of the norms whose results FP8 layers read."""
-        return self.before_attention, self.before_mlp
+    def find_replay(self, layer: nn.Module, x: Tensor) -> LayerReplay | None:
+        """Return a replay for a layer that has just computed ``x``, if it has recordings."""
+        child = layer._modules.get
+        return find_replay(child(self.before_attention), child(self.before_mlp), child("mlp"), x)
+
+    def _attended(self, layer: nn.Module, normed: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        attention = layer._modules["self_attn"]
+        assert attention is not None
+        y, _ = attention(hidden_states=normed, **kwargs)
+        return _normed(layer._modules, self.after_attention, y)
+
+    def _sum(self, layer: nn.Module, found: list[Tensor]) -> Tensor:
+        y, total = found
+        return total + _normed(layer._modules, self.after_mlp, y)
 
     def feed_forward(self, layer: nn.Module, x: Tensor, residual: Tensor) -> list[Tensor]:
         """Return ``mlp(norm(residual + x))`` and the sum, by one recording where permitted."""
@@ -122,24 +128,24 @@ class ResidualForward(ModuleForward):
         if torch.compiler.is_compiling() or args or not self._is_known(layer):
             return type(layer).forward(layer, hidden_states, *args, **kwargs)
         passed = {**self.defaults, **kwargs}
+        passed = {**self.defaults, **kwargs}
         plain = type(hidden_states) is Tensor  # the shape of a traced one may not be hashable
         found = self._replays.get(hidden_states.shape) if plain else None
-        if found is not None:
-            y = self.flow.replay(layer, hidden_states, passed, found)
-            if y is not None:
-                return y
-        norm = layer._modules[self.flow.before_mlp]
-        if not isinstance(norm, FusedNorm) or not norm.may_fuse(hidden_states):
-            return type(layer).forward(layer, hidden_states, **kwargs)
-        y = self.flow.run(layer, hidden_states, passed)
-        self._keep(layer, hidden_states)
+        y = None if found is None else self.flow.replay(layer, hidden_states, passed, found)
+        if y is None:
+            norm = layer._modules[self.flow.before_mlp]
+            if not isinstance(norm, FusedNorm) or not norm.may_fuse(hidden_states):
+                return type(layer).forward(layer, hidden_states, **kwargs)
+            y, found = self.flow.run(layer, hidden_states, passed), None
+        if plain and (found is None or found.outdated):
+            self._keep(layer, hidden_states)
         return y
 
     def _keep(self, layer: nn.Module, x: Tensor) -> None:
         """Keep what the next call with this shape may replay."""
         if x.numel() > MOST_JOINED_ROWS * x.shape[-1]:
             return
-        found = find_replay(layer._modules, self.flow.read_norms, x)
+        found = self.flow.find_replay(layer, x)
         if found is not None:
             kept = {**self._replays, x.shape: found}
             self._replays = dict([*kept.items()][-_MOST_SHAPES:])

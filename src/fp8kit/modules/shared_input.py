@@ -196,11 +196,15 @@ class SharedInput:
             self.offer(stand_in, codes)
             return others
         y, *others = found
+        self.offer_product(stand_in, y)
+        return others
+
+    def offer_product(self, stand_in: Tensor, y: Tensor) -> None:
+        """Keep each member's columns of a joined result for its call with ``stand_in``."""
         members = self.members
-        parts = zip(members, self.split(y, members), strict=True)
+        parts = zip(members, self._split(y, members), strict=True)
         results: Results = {id(m): (part, OFFERED) for m, part in parts}
         self._pending = Pending(stand_in, None, results, stream=stream_of(stand_in))
-        return others
 
     def multiply(self, call: CodesCall, last: Fp8Linear | None = None) -> list[Tensor] | None:
         """Return a call's codes times the joined weights, then its other results: one recording.
@@ -301,8 +305,7 @@ class SharedInput:
         if torch.cuda.is_current_stream_capturing():
             self._captured = True
 
-    def split(self, y: Tensor, members: Sequence[Fp8Linear]) -> tuple[Tensor, ...]:
-        """Return each member's columns of a joined result."""
+    def _split(self, y: Tensor, members: Sequence[Fp8Linear]) -> tuple[Tensor, ...]:
         # takes half the time of torch.split; parts are no views, so callers may write to them
         sizes = [m.out_features for m in members]
         parts: tuple[Tensor, ...] = y.unsafe_split_with_sizes(sizes, -1)
@@ -310,7 +313,7 @@ class SharedInput:
 
     def _keep(self, x: Tensor, y: Tensor, members: Sequence[Fp8Linear]) -> Tensor:
         """Return the first member's part of a joined result; keep the others for their calls."""
-        first, *rest = self.split(y, members)
+        first, *rest = self._split(y, members)
         stream = stream_of(x)
         results: Results = {
             id(m): (part, weight_state(m, stream))
