@@ -23,7 +23,7 @@ from fp8kit.fused.problem import CodesFormat, FusedBackend
 from fp8kit.matmul import reference as multiplier
 from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.matmul.tma_operands import by_column
-from fp8kit.modules import fused_producers
+from fp8kit.modules import fused_module
 from fp8kit.moe import top_k
 from fp8kit.moe.problem import ExpertOperands, ExpertsProblem, ExpertWeights, MoeBackend
 from fp8kit.moe.top_k import Formula, TopKBackend
@@ -296,7 +296,7 @@ def _write(results: Sequence[Tensor], found: Sequence[Tensor]) -> None:
 
 def fuse_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fuse norms and activations on a CPU too, where the reference computes them."""
-    monkeypatch.setattr(fused_producers, "FUSED_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(fused_module, "FUSED_DEVICES", ("cpu", "cuda"))
 
 
 def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

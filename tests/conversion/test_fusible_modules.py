@@ -19,7 +19,7 @@ from fp8kit.conversion.fusible_modules import (
     recognize_norm,
 )
 from fp8kit.fused import reference
-from fp8kit.modules.fused_producers import Consumers
+from fp8kit.modules.consumers import Consumers
 from fp8kit.modules.norm_formula import NormFormula
 from fp8kit.modules.shared_input import SharedInput
 

@@ -23,7 +23,7 @@ from checkpoint_samples import NANO, SHARD, all_bytes, edit_json, edit_tensors
 from fp8kit.errors import CheckpointError, ConversionError, UnsupportedError
 from fp8kit.formats import ROW
 from fp8kit.io.models import load, save
-from fp8kit.modules.fused_producers import Fused
+from fp8kit.modules.fused_module import Fused
 from fp8kit.modules.linear import Fp8Linear
 from numerics import (
     assert_bits_equal,

@@ -14,7 +14,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8kit
-from fp8kit.modules import fused_producers
+from fp8kit.modules import fused_module
+from fp8kit.modules.consumers import Consumers
 from numerics import assert_bits_equal, relative_error
 from registered_calls import RegisteredCalls
 
@@ -109,14 +110,14 @@ def output(model: nn.Module, inputs: Inputs) -> Tensor:
 def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Collect the stand-ins and codes that producers give instead of their results."""
     seen: list[Tensor] = []
-    produce = fused_producers.Consumers.produce
+    produce = Consumers.produce
 
-    def counted(self: fused_producers.Consumers, *args: Any) -> list[Tensor]:
+    def counted(self: Consumers, *args: Any) -> list[Tensor]:
         given = produce(self, *args)
         seen.append(given[0])
         return given
 
-    monkeypatch.setattr(fused_producers.Consumers, "produce", counted)
+    monkeypatch.setattr(Consumers, "produce", counted)
     return seen
 
 
@@ -376,12 +377,12 @@ def test_attributes_of_fused_modules_are_told_from_those_of_what_they_replace(
 ) -> None:
     model, _ = ready(flux, device)
     fp8kit.convert(model)
-    made = [m for m in model.modules() if isinstance(m, fused_producers.Fused)]
+    made = [m for m in model.modules() if isinstance(m, fused_module.Fused)]
     assert {type(m).__name__ for m in made} >= {"FusedAdaptiveNorm", "FusedFeedForward"}
     for module in made:
         assert {n for n in vars(module) if n[0] != "_"} - set(
             vars(nn.Module())
-        ) <= fused_producers._OWN
+        ) <= fused_module._OWN
 
 
 def test_another_activation_after_conversion_counts() -> None:

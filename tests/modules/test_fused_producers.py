@@ -32,7 +32,7 @@ import fp8kit
 from fp8kit.conversion.fusible_modules import norm_forward, recognize_norm
 from fp8kit.conversion.fusion import fuse_producers
 from fp8kit.integrations.quantizer_of_layers import restore_dense
-from fp8kit.modules import fused_producers
+from fp8kit.modules import fused_module, fused_producers
 from fp8kit.modules.plain_norm import NormForward
 from numerics import assert_bits_equal, relative_error
 from recorded_calls import install, record_on_cpu
@@ -293,7 +293,7 @@ def test_attributes_of_fused_modules_are_told_from_those_of_what_they_replace() 
     layer = model.model.layers[0]
     for module in (layer.input_layernorm, layer.mlp):
         own = {n for n in vars(module) if n[0] != "_"} - set(vars(nn.Module()))
-        assert own <= fused_producers._OWN
+        assert own <= fused_module._OWN
 
 
 @pytest.mark.parametrize("fuse", ["none", "inputs", "all"])
@@ -716,12 +716,12 @@ def test_a_fused_norm_whose_weight_is_no_parameter_computes_with_it(
 def test_replicas_of_other_gpus_hold_nothing_of_the_first(fuses_on_cpu: None) -> None:
     model = build("qwen3", torch.device("cpu"))
     fp8kit.convert(model)
-    changed = [m for m in model.modules() if isinstance(m, fused_producers.Fused)]
+    changed = [m for m in model.modules() if isinstance(m, fused_module.Fused)]
     changed += [m for m in model.modules() if "forward" in vars(m)]
     assert len(changed) > 8
     for module in changed:
         replica = module._replicate_for_data_parallel()
-        assert not isinstance(replica, fused_producers.Fused)
+        assert not isinstance(replica, fused_module.Fused)
         assert "forward" not in vars(replica)
         again = replica._replicate_for_data_parallel()
         assert type(again) is type(replica)

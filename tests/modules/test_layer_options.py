@@ -17,7 +17,7 @@ import fp8kit
 import fresh
 from fp8kit import Fp8Linear
 from fp8kit.formats import ROW, SCHEMES, TENSOR
-from fp8kit.modules.fused_producers import can_multiply
+from fp8kit.modules.consumers import can_multiply
 from fp8kit.modules.shared_input import SharedInput
 from numerics import assert_bits_equal, assert_matmul
 

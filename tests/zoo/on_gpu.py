@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8kit
-from fp8kit.modules import fused_producers
+from fp8kit.modules import fused_module
 from fp8kit.runtime import replay_cache
 from numerics import relative_error
 from zoo import pool
@@ -85,15 +85,15 @@ def plainly(model: nn.Module) -> Iterator[None]:
     """Make every layer compute by itself: nothing is fused, joined or replayed."""
     layers = [m for m in model.modules() if isinstance(m, fp8kit.Fp8Linear)]
     shared = [layer.shared for layer in layers]
-    devices = fused_producers.FUSED_DEVICES, replay_cache.RECORDED_DEVICES
-    fused_producers.FUSED_DEVICES = replay_cache.RECORDED_DEVICES = ()
+    devices = fused_module.FUSED_DEVICES, replay_cache.RECORDED_DEVICES
+    fused_module.FUSED_DEVICES = replay_cache.RECORDED_DEVICES = ()
     replay_cache.forget_choices()
     for layer in layers:
         layer.shared = None
     try:
         yield
     finally:
-        fused_producers.FUSED_DEVICES, replay_cache.RECORDED_DEVICES = devices
+        fused_module.FUSED_DEVICES, replay_cache.RECORDED_DEVICES = devices
         for layer, group in zip(layers, shared, strict=True):
             layer.shared = group
 

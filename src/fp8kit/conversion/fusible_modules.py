@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fp8kit.fused import reference
 from fp8kit.modules.activation_formula import activation_kind
+from fp8kit.modules.consumers import Consumers
 from fp8kit.modules.decoder_layer import RandomChild
 from fp8kit.modules.diffusers_producers import (
     FusedAdaptiveNorm,
@@ -15,7 +16,6 @@ from fp8kit.modules.diffusers_producers import (
     first_kind,
 )
 from fp8kit.modules.fused_producers import (
-    Consumers,
     FusedActivation,
     FusedGatedMlp,
     FusedNorm,

@@ -14,9 +14,11 @@ from fp8kit.conversion.siblings import share_inputs
 from fp8kit.errors import ConversionError, check_choice
 from fp8kit.formats import Scheme
 from fp8kit.modules.codes_calls import takes_codes
+from fp8kit.modules.consumers import Consumers
 from fp8kit.modules.decoder_layer import install_residual_forwards
 from fp8kit.modules.expert_tensors import ExpertTensors
-from fp8kit.modules.fused_producers import Consumers, Fused, Producer
+from fp8kit.modules.fused_module import Fused
+from fp8kit.modules.fused_producers import Producer
 from fp8kit.modules.joining import can_share
 from fp8kit.modules.library_experts import LibraryExperts
 from fp8kit.modules.linear import Fp8Linear

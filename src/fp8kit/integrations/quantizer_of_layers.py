@@ -14,7 +14,7 @@ from fp8kit.checkpoint.dialects.by_layer import plain
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.errors import CheckpointError, UnsupportedError
 from fp8kit.modules.expert_tensors import ExpertTensors
-from fp8kit.modules.fused_producers import Fused
+from fp8kit.modules.fused_module import Fused
 from fp8kit.modules.hooks import become, own_names
 from fp8kit.modules.library_experts import LibraryExperts
 from fp8kit.modules.linear import Fp8Linear

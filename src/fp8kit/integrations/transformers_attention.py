@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fp8kit.errors import UnsupportedError
 from fp8kit.fused.attention import ATTEND
-from fp8kit.modules import fused_producers
+from fp8kit.modules import fused_module
 from fp8kit.ops.transforms import is_transformed
 from fp8kit.runtime.replay_cache import ReplayCache
 
@@ -95,7 +95,7 @@ def _decodes(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, kwargs: dict[str, Any]
 ) -> bool:
     """Return whether the kernel computes this call: one token per sequence, no gradient."""
-    fusible = query.device.type in fused_producers.FUSED_DEVICES
+    fusible = query.device.type in fused_module.FUSED_DEVICES
     if not fusible or query.shape[2] != 1 or query.dim() != key.dim():
         return False
     if not torch.compiler.is_compiling() and (is_transformed() or forward_ad._current_level >= 0):

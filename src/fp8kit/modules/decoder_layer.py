@@ -128,7 +128,6 @@ class ResidualForward(ModuleForward):
         if torch.compiler.is_compiling() or args or not self._is_known(layer):
             return type(layer).forward(layer, hidden_states, *args, **kwargs)
         passed = {**self.defaults, **kwargs}
-        passed = {**self.defaults, **kwargs}
         plain = type(hidden_states) is Tensor  # the shape of a traced one may not be hashable
         found = self._replays.get(hidden_states.shape) if plain else None
         y = None if found is None else self.flow.replay(layer, hidden_states, passed, found)

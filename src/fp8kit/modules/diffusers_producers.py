@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp8kit.modules.activation_formula import activation_codes, activation_kind
-from fp8kit.modules.fused_producers import Consumers, Fused, Producer, can_multiply
+from fp8kit.modules.consumers import Consumers, can_multiply
+from fp8kit.modules.fused_module import Fused
+from fp8kit.modules.fused_producers import Producer
 from fp8kit.modules.hooks import is_watched
 from fp8kit.modules.norm_formula import NormFormula
 from fp8kit.modules.parameters import any_trained

@@ -12,232 +12,22 @@ multiplies them, so activations and feed-forwards are fused under ``torch.compil
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
-from fp8kit.formats import Scheme
 from fp8kit.modules.activation_formula import activation_codes, activation_kind, gated_codes
-from fp8kit.modules.codes_calls import takes_codes
+from fp8kit.modules.consumers import Consumers, can_multiply
 from fp8kit.modules.deferred import Deferred
-from fp8kit.modules.hooks import carry_hooks, is_watched
+from fp8kit.modules.fused_module import Fused
+from fp8kit.modules.hooks import is_watched
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.norm_formula import NormFormula
 from fp8kit.modules.parameters import any_trained, deepcopied
-from fp8kit.modules.pending import make_stand_in
 from fp8kit.modules.shared_input import SharedInput
-from fp8kit.modules.tracing import constant_in_graphs, is_compiled
+from fp8kit.modules.tracing import constant_in_graphs
 from fp8kit.ops.operators import CodesCall
-from fp8kit.ops.transforms import is_transformed
-from fp8kit.runtime.replay_cache import ReplayCache, jit_tracing
-
-FUSED_DEVICES = ("cuda",)
-_LAYER_CODE = Fp8Linear.forward  # a subclass may compute something else
-# set on the fused module itself, even if the replaced module has an attribute of that name
-_OWN = frozenset(
-    """
-    altered concatenated consumers embedding formula gated kind modulation parameter_names
-    positional replaced replays
-    """.split()
-)
-
-
-class _Step(NamedTuple):
-    """A module on the path to the consumers, with its code, children and settings at fusion."""
-
-    ref: weakref.ref[nn.Module]
-    code: object
-    children: list[tuple[str, weakref.ref[nn.Module]]]
-    settings: list[tuple[str, object]]
-
-
-class Consumers:
-    """The layers that read a producer's result, and the state in which nothing else reads it.
-
-    References to modules are weak: some of them contain the producer, which holds this object.
-
-    Args:
-        group: the ``SharedInput`` of these layers.
-        unchanged: ``(module, attribute, value)`` that must still hold: the path from the known
-            block to each layer, and settings that, if changed, let code in between read the tensor.
-    """
-
-    def __init__(
-        self, group: SharedInput, unchanged: Iterable[tuple[nn.Module, str, object]]
-    ) -> None:
-        self.group = group
-        steps: dict[nn.Module, _Step] = {}
-        for module, name, value in unchanged:
-            step = steps.setdefault(module, _Step(weakref.ref(module), _code_of(module), [], []))
-            if isinstance(value, nn.Module):
-                step.children.append((name, weakref.ref(value)))
-            else:
-                step.settings.append((name, value))
-        self.path = tuple(steps.values())  # from the block on
-
-    @property
-    def scheme(self) -> Scheme:
-        """The scheme of the layers."""
-        return self.group.first.scheme
-
-    def are_ready(self) -> bool:
-        """Return whether these layers are the only readers of a stand-in for their input."""
-        modules: list[nn.Module] = []
-        for ref, code, children, settings in self.path:
-            module = ref()
-            if module is None or type(module).forward is not code:
-                return False
-            if isinstance(module, Fused) and not module.has_known_code():
-                return False
-            # ten times as fast as getattr
-            held = module._modules
-            for name, child in children:
-                found = child()
-                if found is None or held.get(name) is not found:
-                    return False
-            for name, value in settings:
-                if getattr(module, name, None) is not value:
-                    return False
-            modules.append(module)
-        members = self.group.members
-        for member in members:
-            if member.scale_ub is not None or type(member).forward is not _LAYER_CODE:
-                return False
-        # modules[0], the block, may have hooks: they do not see the stand-in
-        free = bool(members) and not is_watched(*modules[1:], *members)
-        return free and takes_codes(members[0].scheme) and not any_trained(*members)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Store modules without their ``forward``, which pickle may not find by name."""
-        unchanged: list[tuple[nn.Module, str, object]] = []
-        for ref, code, children, settings in self.path:
-            module = ref()
-            if module is None or type(module).forward is not code:
-                module = nn.Module()  # freed at once after loading: are_ready() stays false
-            unchanged += [(module, name, child() or nn.Module()) for name, child in children]
-            unchanged += [(module, name, value) for name, value in settings]
-        return {"group": self.group, "unchanged": unchanged}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Undo ``__getstate__``; state of older versions has more entries, which are ignored."""
-        self.__init__(state["group"], state["unchanged"])  # type: ignore[misc]
-
-    def produce(self, replays: ReplayCache, call: CodesCall) -> list[Tensor]:
-        """Offer the codes of a call; return a stand-in for their input and the other results."""
-        stand_in = make_stand_in(call.shape, call.inputs[0].device, call.dtype)
-        return [stand_in, *self.group.produce(stand_in, replays, call)]
-
-
-class Fused(nn.Module):
-    """A module in place of another (the replaced module), which it computes in one pass.
-
-    Both share their dictionaries of Parameters, buffers and children, so names, moves, casts and
-    loading reach both. Where it may not fuse, and for most keyword arguments, whose names differ
-    between classes, it calls the replaced module. The fused pass also computes ``inner`` modules.
-    """
-
-    def __init__(self, replaced: nn.Module, *inner: object) -> None:
-        super().__init__()
-        self._parameters = replaced._parameters
-        self._buffers = replaced._buffers
-        self._modules = replaced._modules
-        self.training = replaced.training
-        self.altered = False
-        self.parameter_names = tuple(replaced._parameters)
-        self.replaced = (replaced,)  # inside a tuple, it is not registered as a child
-        self.replays = ReplayCache()
-        self._kinds = (type(replaced), *(type(m) for m in inner if isinstance(m, nn.Module)))
-        self._code: object = [kind.forward for kind in self._kinds]
-        carry_hooks(replaced, self)
-
-    def __copy__(self) -> nn.Module:
-        """Copy what was replaced: who reads a copy, and which settings it gets, is not known."""
-        return copy.copy(self.replaced[0])
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Store whether the code is known, not the code: pickle may not find it by name."""
-        return {**vars(self), "_code": self.has_known_code()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Start without recordings; older files have them under the name ``_tapes``."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.__dict__.pop("_tapes", None)
-        self.__dict__.setdefault("parameter_names", tuple(self._parameters))
-        self.replays = ReplayCache()
-        kinds = self.__dict__.setdefault("_kinds", (type(self.replaced[0]),))
-        self._code = [kind.forward for kind in kinds] if state.get("_code", True) else None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Forward an attribute of the replaced module to it; if its value changes, stop fusing."""
-        replaced = self.__dict__.get("replaced")
-        own = name[0] == "_" or name in _OWN or name in vars(self).get("parameter_names", ())
-        if replaced is None or own or name not in vars(replaced[0]):
-            super().__setattr__(name, value)
-            return
-        before = getattr(replaced[0], name)
-        setattr(replaced[0], name, value)
-        if name == "training":
-            super().__setattr__(name, value)
-        elif before is not value:
-            self.altered = True
-
-    def __getattr__(self, name: str) -> Any:
-        """Fall back to the replaced module for attributes that this one lacks."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            # an unfilled copy has no "replaced" yet; a missing Parameter was deleted
-            if name == "replaced" or name in self.__dict__.get("parameter_names", ()):
-                raise
-            return getattr(self.replaced[0], name)
-
-    def unfused(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute with the code of the replaced module."""
-        replaced = self.replaced[0]
-        # FSDP, pruning and parametrizations replace a Parameter by a tensor attribute of this one
-        others = () if torch.compiler.is_compiling() else self.parameter_names
-        found = {name: getattr(self, name) for name in others if name not in self._parameters}
-        if found:  # in a copy for this call alone: the next call may get other tensors
-            held, replaced = vars(replaced), type(replaced).__new__(type(replaced))
-            vars(replaced).update({**held, **found})
-        elif torch.compiler.is_compiling() and not self._is_known():
-            return type(replaced).forward(self, *args, **kwargs)
-        return replaced.forward(*args, **kwargs)
-
-    def extra_repr(self) -> str:
-        """Name the module in ``print(model)``."""
-        return f"replaces {type(self.replaced[0]).__name__}"
-
-    def may_fuse(self, *inputs: Tensor) -> bool:
-        """Return whether device, modes and unchanged code permit fusing for these inputs."""
-        return may_fuse(self, *inputs) and not self.altered and self._is_known()
-
-    def may_compute(self, *inputs: Tensor) -> bool:
-        """Return whether the fused pass may compute these inputs, eagerly or in a graph."""
-        if not torch.compiler.is_compiling():
-            return self.may_fuse(*inputs)
-        place = inputs[0].device.type
-        if place not in FUSED_DEVICES or torch.is_grad_enabled() or not is_compiled():
-            return False
-        return not (torch.is_autocast_enabled(place) or self.altered) and self._is_known()
-
-    @constant_in_graphs
-    def _is_known(self) -> bool:
-        held = self._parameters
-        return self.has_known_code() and all(map(held.__contains__, self.parameter_names))
-
-    def has_known_code(self) -> bool:
-        """Return whether the replaced classes still have the ``forward`` they had at fusion."""
-        return [kind.forward for kind in self._kinds] == self._code
-
-    def _replicate_for_data_parallel(self) -> nn.Module:
-        """Replicate the replaced module: codes are offered to layers of one GPU only."""
-        replaced: Any = self.replaced[0]
-        return replaced._replicate_for_data_parallel()
 
 
 class Producer(Fused):
@@ -384,8 +174,10 @@ class FusedGatedMlp(Fused):
 
     def layers(self, *inputs: Tensor) -> tuple[nn.Module, nn.Module, Fp8Linear] | None:
         """Return the gate, up and down projections; ``None`` if the formula may not hold."""
-        if not self.may_compute(*inputs):
-            return None
+        return self.known_layers() if self.may_compute(*inputs) else None
+
+    def known_layers(self) -> tuple[nn.Module, nn.Module, Fp8Linear] | None:
+        """Return ``layers`` for inputs and modes in which the fused pass may compute."""
         child: Any = self._modules.get
         gate, up, down, act_fn = map(child, ("gate_proj", "up_proj", "down_proj", "act_fn"))
         known = activation_kind(self.act_fn if act_fn is None else act_fn) == self.kind
@@ -398,32 +190,3 @@ class FusedGatedMlp(Fused):
         """Return whether the last projection takes codes, and no hook sees what it reads."""
         down, act_fn = map(self._modules.get, ("down_proj", "act_fn"))
         return can_multiply(down) and (act_fn is None or not is_watched(act_fn))
-
-
-def may_fuse(module: nn.Module, *inputs: Tensor) -> bool:
-    """Return whether device, modes and gradients permit our kernels for a module's inputs."""
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or is_transformed():
-        return False
-    if jit_tracing() or not isinstance(inputs[0], Tensor):  # torch.fx traces without tensors
-        return False
-    place = inputs[0].device.type
-    if place not in FUSED_DEVICES or torch.is_autocast_enabled(place):
-        return False
-    if not torch.is_grad_enabled():
-        return True
-    tensors = (*inputs, *module._parameters.values())
-    return not any(t is not None and t.requires_grad for t in tensors)
-
-
-def can_multiply(layer: nn.Module | None) -> TypeGuard[Fp8Linear]:
-    """Return whether a layer can be given codes, which bypasses its ``forward``."""
-    if not isinstance(layer, Fp8Linear) or layer.scale_ub is not None:
-        return False
-    known = type(layer).forward is _LAYER_CODE and not is_watched(layer)
-    return known and takes_codes(layer.scheme)
-
-
-def _code_of(module: nn.Module) -> object:
-    """Return the ``forward`` of a class; ``None`` if compiled, as compiled code reads its input."""
-    own = type(module).forward
-    return None if hasattr(own, "_torchdynamo_orig_callable") else own

@@ -114,7 +114,8 @@ def _readers(norm: FusedNorm, x: Tensor) -> Layers | None:
 
 def _behind(norm: FusedNorm, mlp: FusedGatedMlp, x: Tensor) -> Layers | None:
     """Return the layers of a feed-forward if it may be fused with a norm of tensors like ``x``."""
-    layers: Any = mlp.layers(x) if norm.may_offer(x) and not is_watched(mlp) else None
+    free = norm.may_offer(x) and mlp.is_unaltered() and not is_watched(mlp)
+    layers: Any = mlp.known_layers() if free else None
     return None if layers is None else _followed(layers)
 
 

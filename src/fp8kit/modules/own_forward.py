@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.errors import UnsupportedError
-from fp8kit.modules.fused_producers import may_fuse
+from fp8kit.modules.fused_module import may_fuse
 from fp8kit.modules.libraries import wrap_once
 from fp8kit.runtime.replay_cache import ReplayCache
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.fused import operators, reference
-from fp8kit.modules import fused_producers
+from fp8kit.modules import fused_module
 from fp8kit.modules.hooks import ClassForward
 from fp8kit.modules.own_forward import ModuleForward
 from fp8kit.modules.trials import on_trial
@@ -160,7 +160,7 @@ def _copy(function: Any, names: dict[str, Any], cells: Any) -> Callable[..., Any
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Return whether ``q`` and ``k`` are heads on a GPU, and all heads share a token's angles."""
-    fusible = q.device.type in fused_producers.FUSED_DEVICES
+    fusible = q.device.type in fused_module.FUSED_DEVICES
     if not fusible or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3:
         return False
     batch, _, tokens, width = q.shape
