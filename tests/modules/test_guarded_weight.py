@@ -21,6 +21,7 @@ from torch.nn.utils.fusion import fuse_linear_bn_eval
 
 import fp8kit
 from fp8kit import Fp8Linear, UnsupportedError
+from fp8kit.runtime.weight_hazards import invalidate, mark_synchronized, safe_to_prefetch
 from numerics import assert_bits_equal
 
 SIZE = 128
@@ -285,6 +286,17 @@ PARAMETERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("how", PARAMETERS)
+def test_a_mark_is_taken_from_the_parameter_behind_the_guard() -> None:
+    layer = model_of()["proj"]
+    mark_synchronized(layer.codes)
+    assert safe_to_prefetch(layer.codes)
+    invalidate(layer.weight)
+    assert not safe_to_prefetch(layer.codes)
+    layer.weight.told = True
+    del layer.weight.told
+    assert not hasattr(layer.codes, "told")
+
+
 @pytest.mark.parametrize("assign", [True, False], ids=["assign", "attribute"])
 def test_a_dense_layer_of_codes_raises_whatever_its_parameter_was_made_of(
     how: str, assign: bool

@@ -123,6 +123,14 @@ class GuardedCodes(Tensor):
         else:
             setattr(codes, name, unguarded(value))
 
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute of the Parameter."""
+        codes = self.__dict__.get("_codes")
+        if codes is None:
+            super().__delattr__(name)
+        else:
+            delattr(codes, name)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Copy what is guarded, with its guard."""
         copied, owner = copy.deepcopy(unguarded(self), memo), self.__dict__["_owner"]
