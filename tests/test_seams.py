@@ -15,7 +15,13 @@ SOURCE = TESTS.parent / "src" / "fp8kit"
 PATCHES, PRIVATE_READS = 60, 30
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 # attributes of torch, which the package sets or reads, too
-OF_TORCH = {"_parameters", "_version", "_apply", "_replicate_for_data_parallel"}
+OF_TORCH = {
+    "_apply",
+    "_load_from_state_dict",
+    "_parameters",
+    "_replicate_for_data_parallel",
+    "_version",
+}
 # why a test reads each private name
 REASONS = {
     "_EMPTY": "memory of recordings is poisoned, too, which torch does not",

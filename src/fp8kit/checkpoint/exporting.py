@@ -110,7 +110,7 @@ def refuse_changed(model: nn.Module, state: Mapping[str, object]) -> None:
     own: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
     own |= model.named_parameters(remove_duplicate=False)
     odd = [n for n in state if n not in own and not n.endswith("_extra_state")]
-    other = [n for n, t in state.items() if n in own and not _is_copy(t, own[n])]
+    other = [n for n, t in state.items() if n in own and not is_copy(t, own[n])]
     if odd or other:
         said = "are no tensors of it" if odd else "have other values than its tensors"
         raise CheckpointError(
@@ -121,7 +121,8 @@ def refuse_changed(model: nn.Module, state: Mapping[str, object]) -> None:
         )
 
 
-def _is_copy(tensor: object, own: Tensor) -> bool:
+def is_copy(tensor: object, own: Tensor) -> bool:
+    """Return whether a value is a tensor itself, a copy or a cast of it, or no tensor at all."""
     if tensor is own or not isinstance(tensor, Tensor):
         return True
     if tensor.shape != own.shape:

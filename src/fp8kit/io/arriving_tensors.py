@@ -63,7 +63,8 @@ def load_weights(
     Raises:
         CheckpointError: if a tensor arrives twice, does not fit, or contradicts its scale; and
             without ``partial``, if a weight is incomplete, a tensor is still on meta, or all names
-            have another prefix than the model's, such as ``module.``.
+            have another prefix than the model's, such as ``module.``. Also if code that only
+            ``load_state_dict`` runs (a hook, an override) changes values.
         ConversionError: if a weight cannot be quantized, and as ``fp8kit.plan`` raises it.
         TypeError: if ``model`` is no module, an item is no pair of a name and a tensor, or a weight
             to quantize is not bf16, fp16 or fp32.

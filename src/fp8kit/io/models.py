@@ -153,7 +153,8 @@ def load(
 
     Raises:
         CheckpointError: if the checkpoint is damaged, of an unknown dialect, has another scheme
-            than ``scheme``, or does not fit the model.
+            than ``scheme``, or does not fit the model; if code that only ``load_state_dict`` of
+            ``model`` runs changes values.
         ConversionError: as ``fp8kit.plan`` raises it.
         ImportError: if Transformers is needed and is not there, or is too old.
         TypeError: if ``model`` is no module, or ``dtype`` no dtype.

@@ -16,6 +16,7 @@ from fp8kit.checkpoint.exporting import AS_CONV1D, is_distributed
 from fp8kit.checkpoint.loading.expected import NewLayers, check_fit, expected_state, shapes_of, ties
 from fp8kit.checkpoint.loading.expert_modules import Experts, experts_in_checkpoint
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme, other_scheme
+from fp8kit.checkpoint.loading.own_loading import refuse_own_loading
 from fp8kit.checkpoint.loading.placement import Placement
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.merged_names import Shapes, find
@@ -161,6 +162,7 @@ def begin(
             "Tensors are loaded whole.",
             "Load the model first, and shard it then.",
         )
+    refuse_own_loading(model)
     layers.ties = ties(wanted)
     shapes = shapes_of(wanted)
     for name, layer in layers.made.items():
