@@ -32,6 +32,7 @@ from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.experts import stacks_of
 from fp8kit.conversion.model_families import STACKED
 from fp8kit.errors import CheckpointError
+from fp8kit.integrations.transformers_renames import with_scales
 from fp8kit.integrations.transformers_trial import renamed
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.parameters import frozen
@@ -123,7 +124,7 @@ def take_experts(
     The model is dense, on meta. ``chosen`` are those to quantize; ``None`` for an FP8 checkpoint.
     """
     shapes = {n: tuple(t.shape) for n, t in model.state_dict().items()}
-    rules = get_model_conversion_mapping(model)
+    rules = with_scales(get_model_conversion_mapping(model))
     if chosen is None:
         known = names_in_model(model, checkpoint.tensors, rules)
         layers = {

@@ -38,6 +38,7 @@ from fp8kit.integrations import transformers_attention
 from fp8kit.integrations import transformers_saving as saving
 from fp8kit.integrations.quantizer_of_layers import QuantizerOfLayers, refuse_disk, restore_dense
 from fp8kit.integrations.transformers_experts import chosen_experts, hide_stacks, is_stack
+from fp8kit.integrations.transformers_renames import with_scales
 from fp8kit.integrations.transformers_trial import renamed
 from fp8kit.modules.dense import unlike_linear
 from fp8kit.modules.entries import quantize_weight, stored_tensors
@@ -202,6 +203,11 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_quantize_ops(self) -> _Quantize:
         """Return the operation by which the loader quantizes."""
         return _Quantize(self)
+
+    def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> list[Any]:
+        """Let the model's rules rename scales as they rename weights."""
+        rules = super().update_weight_conversions(weight_conversions, *model)
+        return with_scales(rules)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> Any:
         """Keep FP8 codes as they are, whatever dtype the model's rules ask for."""

@@ -27,6 +27,7 @@ from fp8kit.checkpoint.schema.naming import experts_of, named
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS, MX
+from fp8kit.integrations.transformers_renames import scales_follow
 from fp8kit.integrations.transformers_trial import accepted_of
 from fp8kit.modules.expert_tensors import FROZEN_KINDS, ExpertTensors
 from fp8kit.modules.libraries import bare
@@ -144,6 +145,12 @@ def _names_of_numbers(
     return alone, several
 
 
+def _reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    with scales_follow(model):
+        found: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+    return found
+
+
 def _as_in_checkpoints(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Undo the renames and merges of a model, and apply them to per-row scales like to weights.
 
@@ -157,11 +164,9 @@ def _as_in_checkpoints(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tens
         and scale.shape == (t.shape[0], 1)
     }
     try:
-        found: dict[str, Tensor] = revert_weight_conversion(
-            model,
-            {n: t for n, t in tensors.items() if n.removesuffix("_scale") not in rows or n in rows},
-        )
-        moved = revert_weight_conversion(model, rows)
+        others = {n for n in tensors if n.removesuffix("_scale") not in rows or n in rows}
+        found = _reverted(model, {n: t for n, t in tensors.items() if n in others})
+        moved = _reverted(model, rows)
     except (RuntimeError, ValueError, IndexError) as error:
         raise CheckpointError(
             f"{type(model).__name__} joins or splits weights as it is saved: {error}",
@@ -286,8 +291,8 @@ def _as_saved(model: Any, absent: Collection[str]) -> tuple[dict[str, Any], Json
     if lost:
         raise CheckpointError(
             f"save_pretrained would not write {some_of(sorted(lost))}.",
-            f"{type(model).__name__} joins these layers as it is saved, by rules that know "
-            "nothing of scales.",
+            f"{type(model).__name__} joins or renames these layers as it is saved, by rules that "
+            "know nothing of scales.",
             "Save it with fp8kit.save(model, directory).",
         )
     written = dict(announced.on_disk(n, t) for n, t in exported.tensors.items())

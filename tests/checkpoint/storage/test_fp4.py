@@ -333,3 +333,40 @@ def test_stacks_of_fp4_in_other_layouts_are_refused_by_name(
     assert f"experts.up_proj{codes} is a stack [4, 32, 64] of {four} codes" in said
     assert "Stacks of FP4 are read as X_blocks [E, N, K / 32, 16] with X_scales" in said
     assert "one matrix per expert" in said
+
+
+@pytest.mark.parametrize(
+    ("codes", "scales", "said"),
+    [
+        # of NVFP4 K is before N; of MXFP4 and MXFP8 the groups run along N
+        ((torch.uint8, (4, 32, 96)), (torch.float8_e4m3fn, (4, 4, 96)), "stack [4, 64, 96] of NV"),
+        ((torch.uint8, (4, 32, 96)), (torch.float8_e4m3fn, (4, 2, 96)), "stack [4, 64, 96] of NV"),
+        ((torch.uint8, (4, 64, 64)), (torch.uint8, (4, 64, 4)), "stack [4, 64, 128] of MX"),
+        ((torch.float8_e4m3fn, (4, 64, 192)), (torch.uint8, (4, 64, 6)), "scale is torch.uint8"),
+    ],
+)
+def test_stacks_of_modelopt_say_where_to_start(
+    codes: tuple[torch.dtype, tuple[int, ...]],
+    scales: tuple[torch.dtype, tuple[int, ...]],
+    said: str,
+    tmp_path: Path,
+) -> None:
+    """ModelOpt keeps the stacks of GPT-OSS, [E, K, N], whole."""
+    name = "experts.gate_up_proj"
+    tensors = {name: torch.zeros(codes[1]).to(codes[0])}
+    tensors["experts.down_proj"] = torch.zeros(codes[1][0], codes[1][2] // 2, codes[1][1])
+    tensors["experts.down_proj"] = tensors["experts.down_proj"].to(codes[0])
+    tensors[f"{name}_weight_scale"] = torch.ones(scales[1]).to(scales[0])
+    if codes[0] is torch.uint8:
+        tensors[f"{name}_weight_scale_2"] = torch.ones(())
+    word = "MXFP8" if codes[0] is torch.float8_e4m3fn else said[-2:] + "FP4"
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"quant_method": "modelopt", "quant_algo": word}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    with pytest.raises(fp8kit.CheckpointError) as error:
+        open_checkpoint(tmp_path)
+    told = str(error.value)
+    assert said in told
+    assert "Start from the checkpoint that it was made from" in told
+    assert "one matrix per expert" in told
+    assert "Correct the config" not in told

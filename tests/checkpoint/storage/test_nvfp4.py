@@ -37,9 +37,9 @@ CONFIGS = {
 }
 
 
-def packed() -> tuple[Tensor, Tensor, Tensor]:
+def packed(columns: int = 16) -> tuple[Tensor, Tensor, Tensor]:
     """Return bytes, e4m3 scales and values of a trained-like weight, packed by the definition."""
-    weight = torch.randn(N, K // 16, 16) * 0.02
+    weight = torch.randn(N, K // columns, columns) * 0.02
     scale = (weight.abs().amax(-1) / 6 / FACTOR).to(torch.float8_e4m3fn)
     wide = scale.float().unsqueeze(-1) * FACTOR
     codes = ((weight.abs() / wide).unsqueeze(-1) - E2M1).abs().argmin(-1)
@@ -151,16 +151,56 @@ def test_other_schemes_are_refused(scheme: str, tmp_path: Path) -> None:
             use()
 
 
+def test_groups_of_32_are_read_of_modelopt(tmp_path: Path) -> None:
+    path, _ = directory(tmp_path / "a", "modelopt")
+    torch.manual_seed(1)
+    source = (torch.randn(N, K // 32, 32) * 0.02).view(N, K)
+    torch.manual_seed(1)
+    pairs, scale, values = packed(32)
+    tensors = {"fc.weight": pairs, "fc.weight_scale": scale}
+    save_file(tensors | {"fc.weight_scale_2": torch.tensor(FACTOR)}, path / "model.safetensors")
+    save_file({"fc.weight": source}, tmp_path / "source.safetensors")
+    with pytest.warns(UserWarning, match="1 NVFP4 weights were quantized to FP8_DYNAMIC"):
+        fp8kit.convert_checkpoint(path, tmp_path / "b")
+    written = load_file(tmp_path / "b" / "model.safetensors")
+    wanted = fp8kit.quantize(values, role="weight")
+    assert_bits_equal(written["fc.weight"], wanted.data)
+    assert_bits_equal(written["fc.weight_scale"], wanted.scale)
+    assert fp8kit.verify_checkpoint(tmp_path / "source.safetensors", path).problems == []
+
+
+def test_groups_of_32_are_nobody_elses(tmp_path: Path) -> None:
+    path, _ = directory(tmp_path / "a", "compressed-tensors")
+    tensors = load_file(path / "model.safetensors")
+    tensors["fc.weight_scale"] = tensors["fc.weight_scale"][:, ::2].contiguous()
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(fp8kit.CheckpointError, match=r"\[128, 8\] beside fc.weight_packed"):
+        fp8kit.convert_checkpoint(path, tmp_path / "b")
+
+
 @pytest.mark.parametrize("kind", ["bytes", "float32", "narrow"])
 def test_what_is_not_scaled_as_nvfp4_is_not_read_as_it(kind: str, tmp_path: Path) -> None:
     path, _ = directory(tmp_path / "a", "modelopt")
     tensors = load_file(path / "model.safetensors")
     scale = tensors["fc.weight_scale"]
     others = {"bytes": scale.view(torch.uint8), "float32": scale.float()}
-    tensors["fc.weight_scale"] = others.get(kind, scale[:, ::2].contiguous())
+    tensors["fc.weight_scale"] = others.get(kind, scale[:, ::4].contiguous())
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(fp8kit.CheckpointError, match=r"fc\.weight"):
         fp8kit.convert_checkpoint(path, tmp_path / "b")
+
+
+def test_scales_of_other_groups_say_what_is_read(tmp_path: Path) -> None:
+    path, _ = directory(tmp_path / "a", "modelopt")
+    tensors = load_file(path / "model.safetensors")
+    tensors["fc.weight_scale"] = tensors["fc.weight_scale"][:, ::4].contiguous()
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(fp8kit.CheckpointError) as error:
+        open_checkpoint(path)
+    said = str(error.value)
+    assert "fc.weight_scale is torch.float8_e4m3fn [128, 4] beside fc.weight, torch.uint8" in said
+    assert "scales [N, K / 16], of ModelOpt also [N, K / 32]" in said
+    assert "Start from the high-precision checkpoint" in said
 
 
 def test_scales_of_modelopt_that_may_lie_in_tiles_are_refused(tmp_path: Path) -> None:

@@ -154,6 +154,11 @@ def scale_problem(name: str, scale: Kind, shape: Shape, fmt: Format, announced: 
         remedy = "Exponent bytes and numbers are not cast into each other: export again."
     elif len(scale[1]) == 1 and len(shape) == 2 and group.rows < 2:
         remedy += " If each part of a fused layer has one: fp8kit.load(dir, widths={name: rows})."
+    elif len(shape) == 3:
+        remedy = (
+            "Start from the checkpoint that it was made from, or export one matrix per expert. Of "
+            "the stacks that ModelOpt writes for GPT-OSS and Llama 4, read are those of its FP8."
+        )
     elif not announced and len(shape) == 2:
         known = ((g, accepted_shapes(shape, g, fmt)[0]) for g in (TENSOR, ROW, BLOCK, MX))
         return teach(

@@ -63,7 +63,7 @@ def interpret(source: Source) -> Reading:
         dialect = detect(source)
         if dialect is None:
             coded = [n for n, (dtype, _) in sorted(source.kinds.items()) if dtype in CODES]
-            problems = [_stray(n, source.kinds[n][0]) for n in coded]
+            problems = [_stray(n, source.kinds) for n in coded]
             problems += _integers(source.kinds, source.kinds)
             return Reading(tensors={n: n for n in source.kinds}, problems=problems)
         announced = dialect.parse(source)
@@ -76,7 +76,7 @@ def interpret(source: Source) -> Reading:
         found.problems.append(_plain_casts(next(filter(None, coded))))
         return found
     for name in names.stray:
-        found.problems.append(_stray(name, source.kinds[name][0]))
+        found.problems.append(_stray(name, source.kinds))
     unscaled = (n for n in names.plain if n.rpartition(".")[0] not in names.layers)
     found.problems += _integers(unscaled, source.kinds)
     unset = [n for n, parts in names.layers.items() if _scales_unset(n, parts, source, announced)]
@@ -115,7 +115,19 @@ def group_repeated(problems: Iterable[str]) -> list[str]:
     return found
 
 
-def _stray(name: str, dtype: torch.dtype) -> str:
+def _stray(name: str, kinds: Kinds) -> str:
+    dtype, shape = kinds[name]
+    layer = name.removesuffix("weight_scale")
+    packed = next((n for n in (f"{layer}weight", f"{layer}weight_packed") if n in kinds), "")
+    if packed and layer != name and not kinds[packed][0].is_floating_point:
+        return teach(
+            f"{name} is {dtype} {list(shape)} beside {packed}, {kinds[packed][0]} "
+            f"{list(kinds[packed][1])}.",
+            "Such scales are those of NVFP4, which is read as bytes [N, K / 2] with scales "
+            "[N, K / 16], of ModelOpt also [N, K / 32], and one float32 weight_scale_2 or "
+            "weight_global_scale.",
+            "Start from the high-precision checkpoint that it was made of.",
+        )
     return teach(
         f"{name} is {dtype} and is not the weight of a layer.",
         "Only weights, as X.weight or stacks of experts, are FP8 float8_e4m3fn.",

@@ -7,6 +7,7 @@ Every e2m1 value is an e4m3 value, so an MXFP4 weight is an MXFP8 weight with th
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -106,15 +107,23 @@ def _refuse_tiles(codes: TensorInfo, scales: TensorInfo | None) -> None:
 
 
 def _refuse_stack(name: str, codes: TensorInfo, tensors: Mapping[str, TensorInfo]) -> None:
-    *stack, half = codes.shape
+    """Refuse a stack of FP4 whose groups run along its last side, or along the one before it."""
     layer = name.removesuffix("_packed").removesuffix(".weight")
     for scale in filter(None, (tensors.get(layer + ending) for ending in _OF_STACKS)):
-        nv = scale.dtype == torch.float8_e4m3fn and scale.shape == (*stack, half // 8)
-        if nv or _bytes_of(scale, (*stack, half // 16)):
+        nv = scale.dtype == torch.float8_e4m3fn
+        for axis, group in itertools.product((2, 1), (8, 16) if nv else (16,)):
+            shape = list(codes.shape)
+            shape[axis] //= group
+            if tuple(shape) != scale.shape or not (nv or _bytes_of(scale, scale.shape)):
+                continue
+            shape = list(codes.shape)
+            shape[axis] *= 2
             raise CheckpointError(
-                f"{name} is a stack {[*stack, 2 * half]} of {'NV' if nv else 'MX'}FP4 codes.",
+                f"{name} is a stack {shape} of {'NV' if nv else 'MX'}FP4 codes, with scales "
+                f"{list(scale.shape)}.",
                 "Stacks of FP4 are read as X_blocks [E, N, K / 32, 16] with X_scales, as "
                 "GPT-OSS is published; others as one matrix per expert.",
-                "Export the model with one matrix per expert (experts.0.up_proj...), as "
-                "llm-compressor and ModelOpt do.",
+                "Start from the checkpoint that it was made from, or export one matrix per expert "
+                "(experts.0.up_proj...), as llm-compressor does; ModelOpt writes stacks for "
+                "GPT-OSS and Llama 4.",
             )

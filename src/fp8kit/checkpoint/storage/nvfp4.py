@@ -1,7 +1,6 @@
 """Read NVFP4 weights: they are decoded and quantized to FP8 on read.
 
-    value = e2m1 code * e4m3 scale of its 16 columns * fp32 factor of the tensor
-
+    value = e2m1 code * e4m3 scale of its 16 or 32 columns * fp32 factor of the tensor
 The product of code and scale has up to six significant bits and FP8 has four, so that rounding adds
 an error, which is measured for each layer. ModelOpt stores the factor, compressed-tensors its
 reciprocal. ComfyUI has ModelOpt's names, the other half of a byte first, and scales in tiles.
@@ -26,8 +25,8 @@ from fp8kit.quantizers.scale_layout import unswizzle_scales
 
 DEFAULT = SCHEMES["FP8_DYNAMIC"]
 _SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR", "MXFP8")
-COLUMNS = 16
-_GROUP = GroupShape(1, COLUMNS)
+# to one scale; ModelOpt's recipes for MLPs with weights alone have the second
+_COLUMNS = (16, 32)
 # of each exporter: codes, factor, whether it divides, and what belongs to activations
 _LAYOUTS = (
     ("weight_packed", "weight_global_scale", True, "input_global_scale"),
@@ -39,15 +38,17 @@ _LAYOUTS = (
 class ConvertedPart(TensorInfo):
     """Codes or scales that an NVFP4 weight has once it is FP8.
 
-    On disk are ``codes``, bytes of two FP4 codes ``[N, K / 2]``, e4m3 scales ``groups [N, K / 16]``
-    and one fp32 ``factor``, by which scales are multiplied unless it ``divides``. If ``tiled``,
-    scales lie in 128x4 tiles, and the high half of a byte is its first value.
+    On disk are ``codes``, bytes of two FP4 codes ``[N, K / 2]``, e4m3 scales ``groups`` of shape
+    ``[N, K / columns]`` and one fp32 ``factor``, by which scales are multiplied unless it
+    ``divides``. If ``tiled``, scales lie in 128x4 tiles, and the high half of a byte is its first
+    value.
     """
 
     layer: str
     codes: TensorInfo
     groups: TensorInfo
     factor: TensorInfo
+    columns: int
     divides: bool
     tiled: bool
     scheme: Scheme
@@ -69,7 +70,9 @@ def as_fp8(
             whole = tensors.get(f"{layer}.{factor}")
             if kind != codes or groups is None or whole is None:
                 continue
-            if not _fit(info, groups, whole, tiled):
+            sides = _COLUMNS[:1] if tiled or divides else _COLUMNS
+            columns = next((n for n in sides if _fit(info, groups, whole, n, tiled)), 0)
+            if not columns:
                 continue
             _check_scheme(name, wanted)
             shape = (info.shape[0], 2 * info.shape[1])
@@ -77,7 +80,8 @@ def as_fp8(
                 found.pop(f"{layer}.{own}", None)
             part = ConvertedPart(
                 info.name, info.shard, wanted.dtype, shape, info.offset, layer=layer, codes=info,
-                groups=groups, factor=whole, divides=divides, tiled=tiled, scheme=wanted,
+                groups=groups, factor=whole, columns=columns, divides=divides, tiled=tiled,
+                scheme=wanted,
             )  # fmt: skip
             group = wanted.weight
             scales = scale_shape(shape, group)
@@ -113,7 +117,7 @@ def convert(part: ConvertedPart, read: Callable[[TensorInfo], Tensor]) -> tuple[
     packed, groups, factor = (read(info) for info in (part.codes, part.groups, part.factor))
     if part.tiled:
         packed = packed >> 4 | packed << 4
-        sides = scale_shape(shape, _GROUP)
+        sides = scale_shape(shape, GroupShape(1, part.columns))
         groups = unswizzle_scales(groups.view(torch.uint8), sides).view(groups.dtype)
     codes, groups = fp4.unpack(packed.flatten(), shape).float(), groups.float()
     factor = factor.float().reshape(())
@@ -122,7 +126,7 @@ def convert(part: ConvertedPart, read: Callable[[TensorInfo], Tensor]) -> tuple[
             f"{part.shard}: the scales of {part.codes.name} hold NaN or negative values."
         )
     scale = groups / factor if part.divides else groups * factor
-    dense = codes * scale.repeat_interleave(COLUMNS, -1)
+    dense = codes * scale.repeat_interleave(part.columns, -1)
     q = quantize_weight(dense, part.scheme)
     change, norm = functional.dequantize(q, torch.float32).sub_(dense).norm(), dense.norm()
     return q, (change / norm).item() if norm > 0 else 0.0
@@ -140,10 +144,12 @@ def conversion_notes(errors: Mapping[str, float], scheme: Scheme) -> list[str]:
     ]
 
 
-def _fit(codes: TensorInfo, groups: TensorInfo, factor: TensorInfo, tiled: bool) -> bool:
-    if codes.dtype != torch.uint8 or len(codes.shape) != 2 or codes.shape[1] % (COLUMNS // 2):
+def _fit(
+    codes: TensorInfo, groups: TensorInfo, factor: TensorInfo, columns: int, tiled: bool
+) -> bool:
+    if codes.dtype != torch.uint8 or len(codes.shape) != 2 or codes.shape[1] % (columns // 2):
         return False
-    rows, cols = scale_shape((codes.shape[0], 2 * codes.shape[1]), _GROUP)
+    rows, cols = scale_shape((codes.shape[0], 2 * codes.shape[1]), GroupShape(1, columns))
     wanted = (rows + -rows % 128, cols + -cols % 4) if tiled else (rows, cols)
     alike = groups.dtype == torch.float8_e4m3fn and groups.shape == wanted
     return alike and factor.dtype == torch.float32 and factor.shape in ((), (1,))

@@ -47,7 +47,7 @@ def facts_of_decoder(checkpoint: Checkpoint) -> Facts | None:
     head = "lm_head.weight" in found
     if found != {n: s for n, s in wanted.items() if n != "lm_head.weight" or head or not tied}:
         return None
-    facts = Facts(f"{named[0]} of Transformers")
+    facts = Facts(f"the built-in table of {named[0]}")
     linears = {n.removesuffix(".weight"): s for n, s in wanted.items() if len(s) == 2}
     del linears["model.embed_tokens"]
     roles = roles_by_name(linears)

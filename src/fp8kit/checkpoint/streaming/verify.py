@@ -171,8 +171,8 @@ class _Comparison:
         """Compare FP8 codes and their scales with the weight they stand for."""
         name, group = layer.weight, layer.group
         info, matrix = self._result.tensors[name], self._places[name]
-        nv = isinstance(info, nvfp4.ConvertedPart)
-        stored, halves = Matrix.of(info), info.packed or nv
+        nv = info.columns if isinstance(info, nvfp4.ConvertedPart) else 0
+        stored, halves = Matrix.of(info), info.packed or nv > 0
         if self._shape(name) != info.shape:
             return _differing(name, "fp8", self._shape(name), info.shape)
         scale = self._result.read(layer.scale)
@@ -188,7 +188,7 @@ class _Comparison:
             signal += float(dense.float().square().sum(dtype=torch.float64))
             noise += float(error.square().sum(dtype=torch.float64))
             largest = max(largest, float(error.max()))
-            bound = _nvfp4_bound(dense, q) if nv else _bound(dense, q, halves)
+            bound = _nvfp4_bound(dense, q, nv) if nv else _bound(dense, q, halves)
             outside += int((~(error <= bound)).sum())
             if group != TENSOR:
                 again = _quantized(dense, layer)
@@ -289,11 +289,11 @@ def _bound(dense: Tensor, q: QTensor, halves: bool) -> Tensor:
     return torch.maximum(size * relative, step) + size * 2.0**-8
 
 
-def _nvfp4_bound(dense: Tensor, q: QTensor) -> Tensor:
-    """Return the largest error of FP4 by 16 columns, with rounded scales, plus that of FP8."""
-    group = GroupShape(1, nvfp4.COLUMNS)
-    peaks = dense.float().abs().view(len(dense), -1, group.cols).amax(-1) / 6
-    return 1.25 * (_bound(dense, q, False) + _bound(dense, QTensor(q.data, peaks, group), True))
+def _nvfp4_bound(dense: Tensor, q: QTensor, columns: int) -> Tensor:
+    """Return the largest error of FP4 by ``columns``, with rounded scales, plus that of FP8."""
+    peaks = dense.float().abs().view(len(dense), -1, columns).amax(-1) / 6
+    steps = QTensor(q.data, peaks.repeat_interleave(columns // 16, -1), GroupShape(1, 16))
+    return 1.25 * (_bound(dense, q, False) + _bound(dense, steps, True))
 
 
 def _bits_equal(a: Tensor, b: Tensor) -> bool:
