@@ -232,6 +232,17 @@ def test_attributes_set_on_a_weight_stay() -> None:
     assert not hasattr(layer.weight, "other_mark")
 
 
+def test_a_mark_is_taken_from_the_parameter_behind_the_guard() -> None:
+    layer = model_of()["proj"]
+    mark_synchronized(layer.codes)
+    assert safe_to_prefetch(layer.codes)
+    invalidate(layer.weight)
+    assert not safe_to_prefetch(layer.codes)
+    layer.weight.told = True
+    del layer.weight.told
+    assert not hasattr(layer.codes, "told")
+
+
 def test_writing_codes_reaches_the_layer() -> None:
     model, x = model_of(), torch.randn(3, SIZE)
     a, b = model["proj"], model["other"]
@@ -286,17 +297,6 @@ PARAMETERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("how", PARAMETERS)
-def test_a_mark_is_taken_from_the_parameter_behind_the_guard() -> None:
-    layer = model_of()["proj"]
-    mark_synchronized(layer.codes)
-    assert safe_to_prefetch(layer.codes)
-    invalidate(layer.weight)
-    assert not safe_to_prefetch(layer.codes)
-    layer.weight.told = True
-    del layer.weight.told
-    assert not hasattr(layer.codes, "told")
-
-
 @pytest.mark.parametrize("assign", [True, False], ids=["assign", "attribute"])
 def test_a_dense_layer_of_codes_raises_whatever_its_parameter_was_made_of(
     how: str, assign: bool
