@@ -542,6 +542,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     ),
     "generation_llama": ("A Llama-8B, as Transformers runs it", whole_model),
     "generation_llama_h100": ("A Llama-8B on an H100, with later kernels", whole_model),
+    "generation_llama_eager": ("The whole Llama-8B on an H100, eager and captured", whole_model),
     "generation_compiled": ("The whole Llama-8B, all 32 layers", whole_model),
     "generation_qwen": ("A mixture of experts, as Transformers runs it", whole_model),
     "diffusion": ("A Flux transformer, as diffusers runs it", whole_model),
