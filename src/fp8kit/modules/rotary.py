@@ -36,15 +36,14 @@ class RotaryForward(ModuleForward, ClassForward):
         module = self._ref() or self.module
         if torch.compiler.is_compiling():  # a compiler fuses the embedding with its neighbours
             return type(module).forward(module, *args, **kwargs)
-        return self.function(module)(module, *args, **kwargs)
+        return self._copied(module)(module, *args, **kwargs)
 
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Sequence[Tensor]:
         """Rotate heads as ``forward`` does; arguments are those of ``reference.rotated``."""
-        rotary = _innermost(self.function(self.module)).__globals__.get(FUNCTION)
+        rotary = _innermost(self._copied(self.module)).__globals__.get(FUNCTION)
         return (q, k) if rotary is None else rotary(q, k, cos, sin)
 
-    def function(self, module: nn.Module) -> Any:
-        """Return the function that computes: a copy of the class's ``forward``."""
+    def _copied(self, module: nn.Module) -> Any:
         own = type(module).forward
         if self._fused is None or self.code is not own:  # new, or the class's forward was changed
             self._fused, self.code = _with_rotary(own), own  # in this order, for other threads

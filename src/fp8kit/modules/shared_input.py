@@ -215,11 +215,10 @@ class SharedInput:
         members = self.members
         if call.shape.numel() > MOST_JOINED_ROWS * call.shape[-1]:
             return None
-        reader = members[0] if last is None else last
-        for layer in (*members, reader):
+        for layer in members if last is None else (*members, last):
             if layer.original_weight is not None:
                 follow_original(layer)
-        operator, options, after = _of_codes(call, reader, last)
+        operator, options, after = _of_codes(members, call, last)
         step = (operator, call.inputs, options)
         found: list[Tensor] | None = self._replay(*step, members, call.constants, after)
         if found is None:
@@ -234,7 +233,7 @@ class SharedInput:
     def recorded(self, call: CodesCall, last: Fp8Linear | None = None) -> Found | None:
         """Return the recording that ``multiply`` would replay; ``None`` if there is none."""
         members = self.members
-        operator, options, after = _of_codes(call, members[0] if last is None else last, last)
+        operator, options, after = _of_codes(members, call, last)
         guarded = (*call.constants, *all_operands(members), *after)
         return self.replays.find(operator, call.inputs, guarded, options)
 
@@ -393,11 +392,15 @@ class SharedInput:
 
 
 def _of_codes(
-    call: CodesCall, reader: Fp8Linear, last: Fp8Linear | None
+    members: Sequence[Fp8Linear], call: CodesCall, last: Fp8Linear | None
 ) -> tuple[Operator, Options, Operands]:
-    """Return operator, options and last constants of a call whose codes ``reader`` multiplies."""
-    after = () if last is None else last.operands()[:3]
-    return *call.then_multiply(reader.options()), after
+    """Return operator, options and last constants of a call followed by the product of its codes.
+
+    That is the members' joined product, or that of the ``last`` layer.
+    """
+    if last is None:
+        return *call.then_multiply(members[0].options()), ()
+    return *call.then_multiply(last.options()), last.operands()[:3]
 
 
 def all_operands(members: Sequence[Fp8Linear]) -> list[Tensor | None]:
