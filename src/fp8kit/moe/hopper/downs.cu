@@ -3,58 +3,97 @@
 // groups that it multiplies. one_token.cuh lists the macros.
 
 constexpr int INNER_SPANS = (INNER + SPAN - 1) / SPAN;
-constexpr int ALL_SPANS = PAIRS * INNER_SPANS, SPANS_OF_WARP = (ALL_SPANS + DOWN_WARPS - 1) / DOWN_WARPS;
-constexpr int AT_ONCE = SPANS_OF_WARP < 3 ? SPANS_OF_WARP : 3;  // spans that a warp quantizes together
-static_assert(PAIRS <= 32, "a lane holds each");
+constexpr int PAIRS_AT_ONCE = DOWN_WARPS / WARPS_OF_PAIR, PAIRS_OF_WARP = (PAIRS + PAIRS_AT_ONCE - 1) / PAIRS_AT_ONCE;
+constexpr int SPANS_OF_PAIR = (INNER_SPANS + WARPS_OF_PAIR - 1) / WARPS_OF_PAIR;  // of a warp
+constexpr int PARTS = PAIRS_OF_WARP * SPANS_OF_PAIR;                             // of a warp
+constexpr int ALL_SPANS = PAIRS * INNER_SPANS;
+static_assert(PAIRS <= 32 && PARTS <= 32, "a lane holds each");
 
-// Quantizes the spans of the intermediate that a warp multiplies: those of number warp, warp + DOWN_WARPS, ...
-__device__ __forceinline__ void quantize_spans(const float* h, const float* given_scale, float min_scale, u32 existing,
-                                               u8* codes, float* scales) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int from = warp; from < ALL_SPANS; from += DOWN_WARPS * AT_ONCE) {
+// A span of a pair, one of those that a warp multiplies. The warps of the same number in a cluster have the same parts.
+struct Part {
+  int pair, span, of_all;
+  bool there;
+
+  __device__ __forceinline__ Part(int i) {
+    const int warp = threadIdx.x / 32, turn = PAIRS_OF_WARP == 1 ? 0 : i / SPANS_OF_PAIR;
+    pair = warp / WARPS_OF_PAIR + turn * PAIRS_AT_ONCE;
+    span = warp % WARPS_OF_PAIR + (i - turn * SPANS_OF_PAIR) * WARPS_OF_PAIR;
+    of_all = pair * INNER_SPANS + span;
+    there = i < PARTS && (PAIRS % PAIRS_AT_ONCE == 0 || pair < PAIRS) &&
+            (INNER_SPANS % WARPS_OF_PAIR == 0 || span < INNER_SPANS);
+  }
+};
+
+// Quantizes the parts of a warp: writes codes, and scales times the router's weight. The two warps of the cluster that
+// have the same parts share the work, and send each other the results; their barriers `received` count the bytes.
+__device__ __forceinline__ void quantize_parts(const float* h, const float* given_scale, float min_scale, u32 existing,
+                                               float weight_of_lane, u8* codes, u64* received) {
+  constexpr int OWN = (PARTS + 1) / 2, AT_ONCE = OWN < 3 ? OWN : 3;
+  const int lane = threadIdx.x % 32, rank = cluster_rank();
+  float* const scales = (float*)(codes + ALL_SPANS * SPAN);
+  const u32 codes_of_peer = in_block(shared(codes), rank ^ 1), peer = in_block(shared(received), rank ^ 1);
+#pragma unroll
+  for (int from = 0; from < OWN; from += AT_ONCE) {
     float4 held[AT_ONCE];
+    u32 magnitude_of_lane = 0;
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
-      const int span = from + i * DOWN_WARPS, pair = span / INNER_SPANS, at = span % INNER_SPANS * SPAN + lane * 4;
-      const bool read = span < ALL_SPANS && at < INNER && existing >> pair & 1;
-      held[i] = read ? __ldcg((const float4*)(h + (long long)pair * INNER + at)) : make_float4(0, 0, 0, 0);
+      const Part part((from + i) * 2 + rank);
+      const int at = part.span * SPAN + lane * 4;
+      const bool read = part.there && (INNER % SPAN == 0 || at < INNER) && existing >> part.pair & 1;
+      held[i] = read ? __ldcg((const float4*)(h + part.pair * INNER + at)) : make_float4(0, 0, 0, 0);
     }
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
-      const int span = from + i * DOWN_WARPS;
-      if (span >= ALL_SPANS) continue;
+    for (int i = 0; i < AT_ONCE && !GIVEN_SCALE; i++) {
       const float4 v = held[i];
-      float scale;
-      if (GIVEN_SCALE) {
-        scale = *given_scale;
-      } else {
-        const u32 words[4] = {__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w)};
-        u32 magnitude = 0;
+      const u32 words[4] = {__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w)};
+      u32 magnitude = 0;
 #pragma unroll
-        for (const u32 word : words) magnitude = max(magnitude, word & 0x7fffffff);
-        scale = scale_of<F32>(__reduce_max_sync(~0u, magnitude), min_scale);
-      }
-      const float reciprocal = __frcp_rn(scale);
+      for (const u32 word : words) magnitude = max(magnitude, word & 0x7fffffff);
+      magnitude = __reduce_max_sync(~0u, magnitude);
+      if (i == 0 || lane == i) magnitude_of_lane = magnitude;
+    }
+    // lane i has the scale of part from + i
+    const float scale_of_lane = GIVEN_SCALE ? *given_scale : scale_of<F32>(magnitude_of_lane, min_scale);
+    const float reciprocal_of_lane = __frcp_rn(scale_of_lane);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const Part part((from + i) * 2 + rank);
+      if (!part.there) break;
+      const float4 v = held[i];
+      const float scale = __shfl_sync(~0u, scale_of_lane, i), reciprocal = __shfl_sync(~0u, reciprocal_of_lane, i);
+      const float by = scale * __shfl_sync(~0u, weight_of_lane, part.pair);
       const u32 low = encode_pair(v.x, v.y, scale, scale, reciprocal, reciprocal);
       const u32 high = encode_pair(v.z, v.w, scale, scale, reciprocal, reciprocal);
-      *(u32*)(codes + span * SPAN + lane * 4) = low | high << 16;
-      if (lane == 0) scales[span] = scale;
+      const int at = part.of_all * SPAN + lane * 4;
+      *(u32*)(codes + at) = low | high << 16;
+      send(codes_of_peer + at, low | high << 16, peer);
+      if (lane > 0) continue;
+      scales[part.of_all] = by;
+      send(codes_of_peer + ALL_SPANS * SPAN + part.of_all * 4, __float_as_uint(by), peer);
     }
   }
   __syncwarp();
+  barrier_wait_cluster(shared(received), 0);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS, DOWN_WARPS > 8 ? 2 : 1) downs(
+// The bytes that a warp gets from the other block of the cluster.
+__device__ __forceinline__ int sent_bytes() {
+  int parts = 0;
+#pragma unroll
+  for (int i = cluster_rank() ^ 1; i < PARTS; i += 2) parts += Part(i).there;
+  return parts * (SPAN + 4);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS, 32 / DOWN_WARPS) downs(
     const void* ids, int id_bytes, int experts, const float* router_weights, const float* h, const float* given_scale,
     float min_scale, const u8* codes, const float* scale, const void* bias, int rows, int expert_stride,
     int row_stride, u16* y) {
-  constexpr int FACTORS = WEIGHT_BLOCKS ? INNER_SPANS : ROWS;  // of a pair
-  extern __shared__ __align__(128) u8 weights[];  // rows of all pairs; then the pairs' codes, scales and factors
+  extern __shared__ __align__(128) u8 weights[];  // rows of all pairs; then the pairs' codes and scales
   u8* const quantized = weights + PAIRS * ROWS * INNER;
-  float* const scales = (float*)(quantized + ALL_SPANS * SPAN);
-  float* const factors = scales + ALL_SPANS;
-  __shared__ float sums[DOWN_WARPS][ROWS];
-  __shared__ u64 arrived;
+  const float* const scales = (const float*)(quantized + ALL_SPANS * SPAN);
+  __shared__ float sums[2][DOWN_WARPS][ROWS];
+  __shared__ u64 arrived, received[DOWN_WARPS];
   const Weights w = {codes, scale, bias, rows, INNER, expert_stride, row_stride};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // each lane holds a pair
@@ -66,22 +105,40 @@ extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS, DOWN_WARPS > 8 ? 2
     __syncwarp();
     if (of_lane >= 0) bulk_load(weights + lane * ROWS * INNER, w.row_of(of_lane, row), ROWS * INNER, shared(&arrived));
   };
-  // a thread loads one factor, and stores it when the previous factors have been read
-  static_assert(PAIRS * FACTORS <= 32 * DOWN_WARPS, "a factor for each thread");
-  const auto factor_of_thread = [&](int row) {
-    const int i = threadIdx.x, at = i % FACTORS, expert = __shfl_sync(~0u, of_lane, min(i / FACTORS, 31));
-    return expert >= 0 ? w.factor(expert, row + (WEIGHT_BLOCKS ? 0 : at), WEIGHT_BLOCKS ? at : 0) : 0.0f;
+  // of blocks, a lane has the factor of part number `lane`; of rows, those of rows lane / 8 and lane / 8 + 4
+  struct Factors {
+    float2 of[WEIGHT_BLOCKS ? 1 : PAIRS_OF_WARP];
   };
+  const auto factors_of = [&](int row) {
+    Factors found;
+#pragma unroll
+    for (int p = 0; p < (WEIGHT_BLOCKS ? 1 : PAIRS_OF_WARP); p++) {
+      const Part part(WEIGHT_BLOCKS ? lane : p * SPANS_OF_PAIR);
+      const int expert = __shfl_sync(~0u, of_lane, part.pair % 32), at = WEIGHT_BLOCKS ? row : row + lane / 8;
+      const bool there = part.there && expert >= 0;
+      found.of[p].x = there ? w.factor(expert, at, part.span) : 0.0f;
+      if (!WEIGHT_BLOCKS) found.of[p].y = there ? w.factor(expert, at + 4, 0) : 0.0f;
+    }
+    return found;
+  };
+  // of row `row + lane % 8`
   const auto biases = [&](int row) {
     float sum = 0;
-    for (int pair = 0; pair < PAIRS && bias; pair++) {
-      const int expert = __shfl_sync(~0u, of_lane, pair);
-      const float weight = __shfl_sync(~0u, weight_of_lane, pair);
-      if (expert >= 0 && lane < ROWS) sum += weight * w.added<BIAS_KIND_2>(expert, row + lane);
+    if (!bias) return sum;
+#pragma unroll
+    for (int i = 0; i < PAIRS; i += 4) {
+      const int pair = i + lane / 8, expert = __shfl_sync(~0u, of_lane, pair % 32);
+      const float weight = __shfl_sync(~0u, weight_of_lane, pair % 32);
+      if (pair < PAIRS && expert >= 0) sum += weight * w.added<BIAS_KIND_2>(expert, row + lane % 8);
     }
-    return sum;
+    return sum_of_quarters(sum);
   };
   int row = blockIdx.x * ROWS;
+  if (lane == 0) {
+    barrier_init(shared(received + warp), 1);
+    barrier_init_fence();
+    barrier_expect(shared(received + warp), sent_bytes());
+  }
   if (warp == 0) {
     if (lane == 0) {
       barrier_init(shared(&arrived), 1);
@@ -89,40 +146,54 @@ extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS, DOWN_WARPS > 8 ? 2
     }
     load_weights(row);
   }
-  float factor = factor_of_thread(row), added = warp == 0 ? biases(row) : 0.0f;
+  Factors factors = factors_of(row);
+  float added = warp == 0 ? biases(row) : 0.0f;
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
-  quantize_spans(h, given_scale, min_scale, existing, quantized, scales);
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // both blocks run, and have their barriers
+  quantize_parts(h, given_scale, min_scale, existing, weight_of_lane, quantized, received + warp);
   for (u32 parity = 0;; parity ^= 1) {
-    if (threadIdx.x < PAIRS * FACTORS) factors[threadIdx.x] = factor;
-    __syncthreads();
-    barrier_wait(shared(&arrived), parity);
-    float2 total = {0, 0};
-#pragma unroll AT_ONCE
-    for (int span = warp; span < ALL_SPANS; span += DOWN_WARPS) {
-      const int pair = span / INNER_SPANS, of_pair = span % INNER_SPANS, at = of_pair * SPAN;
-      const float by = scales[span] * __shfl_sync(~0u, weight_of_lane, pair);
-      if (!(existing >> pair & 1)) continue;
-      const bool inside = at + lane % 8 * 16 < INNER;
-      const float2 sum = dot(weights + pair * ROWS * INNER + at, INNER, inside, quantized + span * SPAN);
-      const float* const of_rows = factors + pair * FACTORS;
-      total.x += sum.x * by * of_rows[WEIGHT_BLOCKS ? of_pair : lane / 8];
-      total.y += sum.y * by * of_rows[WEIGHT_BLOCKS ? of_pair : lane / 8 + 4];
-    }
-    put_rows(total, sums[warp]);
-    __syncthreads();
     const int next = row + gridDim.x * ROWS;
     const bool more = next < HIDDEN;
-    if (more) {
-      if (warp == 0) load_weights(next);
-      factor = factor_of_thread(next);
-    }
-    if (warp == 0) {
+    const Factors of_next = more ? factors_of(next) : factors;
+    const float added_next = more && warp == 0 ? biases(next) : 0.0f;
+    barrier_wait(shared(&arrived), parity);
+    float2 total = {0, 0};
 #pragma unroll
-      for (int i = 0; i < DOWN_WARPS; i++) added += sums[i][lane % ROWS];
-      if (lane < ROWS) y[row + lane] = (u16)narrow(added, 0.0f);
-      if (more) added = biases(next);
+    for (int p = 0; p < PAIRS_OF_WARP; p++) {
+      const int pair = Part(p * SPANS_OF_PAIR).pair;
+      if (pair >= PAIRS || !(existing >> pair & 1)) continue;
+      float2 of_pair = {0, 0};
+#pragma unroll
+      for (int i = p * SPANS_OF_PAIR; i < (p + 1) * SPANS_OF_PAIR; i++) {
+        const Part part(i);
+        if (!part.there) break;
+        const int at = part.span * SPAN;
+        const bool inside = INNER % SPAN == 0 || at + lane % 8 * 16 < INNER;
+        const uint4 x = *(const uint4*)(quantized + part.of_all * SPAN + lane % 8 * 16);
+        const float by = scales[part.of_all] * (WEIGHT_BLOCKS ? __shfl_sync(~0u, factors.of[0].x, i) : 1.0f);
+        Dot dot;
+        dot.add(weights + pair * ROWS * INNER + at, INNER, inside, {halves({x.x, x.y}), halves({x.z, x.w})});
+        const float2 sum = dot.of_half();
+        of_pair = {of_pair.x + sum.x * by, of_pair.y + sum.y * by};
+      }
+      const float2 by_rows = WEIGHT_BLOCKS ? make_float2(1, 1) : factors.of[WEIGHT_BLOCKS ? 0 : p];
+      total = {total.x + of_pair.x * by_rows.x, total.y + of_pair.y * by_rows.y};
+    }
+    put_rows(total, sums[parity][warp]);
+    __syncthreads();
+    if (more && warp == 0) load_weights(next);
+    if (warp == 0) {
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < DOWN_WARPS; i += 4) {
+        const int from = i + lane / 8;
+        sum += DOWN_WARPS % 4 == 0 || from < DOWN_WARPS ? sums[parity][from][lane % 8] : 0.0f;
+      }
+      sum = sum_of_quarters(sum) + added;
+      if (lane < ROWS) y[row + lane] = (u16)narrow(sum, 0.0f);
     }
     if (!more) return;
-    row = next;
+    row = next, factors = of_next, added = added_next;
   }
 }

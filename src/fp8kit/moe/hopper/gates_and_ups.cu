@@ -1,14 +1,15 @@
 // The activated gates and ups of one token, in fp32. A block computes 8 features of a pair. It quantizes the token for
 // itself while its weights arrive. one_token.cuh lists the macros.
 
-constexpr int HIDDEN_SPANS = (HIDDEN + SPAN - 1) / SPAN;
+constexpr int WHOLE_SPANS = HIDDEN / SPAN, HIDDEN_SPANS = (HIDDEN + SPAN - 1) / SPAN;
+constexpr bool SCALED_SPANS = SCALES == 1 || WEIGHT_BLOCKS;
 
 extern "C" __global__ void __launch_bounds__(32 * GATE_WARPS) gates_and_ups(
     const void* ids, int id_bytes, int experts, const uint4* x, const float* given_scale, float min_scale,
     const u8* codes, const float* scale, const void* bias, int rows, int expert_stride, int row_stride, int step,
     int up_row, float limit, float alpha, float up_offset, float* h) {
   extern __shared__ __align__(128) u8 weights[];  // rows of gates, then of ups; or they alternate
-  __shared__ __align__(16) u8 token[HIDDEN_SPANS * SPAN];
+  __shared__ uint4 token[HIDDEN_SPANS][2][SPAN / 16];  // fp16; halves of 16 values lie apart, against bank conflicts
   __shared__ float factors[HIDDEN_SPANS], block_factors[2][WEIGHT_BLOCKS ? HIDDEN_SPANS : 1];
   __shared__ float sums[GATE_WARPS][2 * ROWS];
   __shared__ u32 maxima[GATE_WARPS];
@@ -46,27 +47,33 @@ extern "C" __global__ void __launch_bounds__(32 * GATE_WARPS) gates_and_ups(
   held.put_maximum(maxima);
   __syncthreads();
   held.quantize(maxima, given_scale, min_scale, HIDDEN_SPANS * SPAN / EACH, [&](int, int at, uint2 bytes, float by) {
-    *(uint2*)(token + at * EACH) = bytes;
+    token[at / 16][at % 2][at % 16 / 2] = halves(bytes);
     if (at % (SPAN / EACH) == 0) factors[at / (SPAN / EACH)] = by;
   });
   __syncthreads();
   barrier_wait(shared(&arrived), 0);
   const u8* const ups = weights + (step == 1 ? ROWS : 1) * HIDDEN;
   float2 gate = {0, 0}, up = {0, 0};
-#pragma unroll 2
-  for (int span = warp; span < HIDDEN_SPANS; span += GATE_WARPS) {
-    const int at = span * SPAN;
-    const bool inside = at + lane % 8 * 16 < HIDDEN;
-    const float2 of_gate = dot(weights + at, step * HIDDEN, inside, token + at);
-    const float2 of_up = dot(ups + at, step * HIDDEN, inside, token + at);
+  Dot of_gates, of_ups;
+  const auto add_up = [&](float by_gate, float by_up) {
+    const float2 of_gate = of_gates.of_half(), of_up = of_ups.of_half();
+    gate = {gate.x + of_gate.x * by_gate, gate.y + of_gate.y * by_gate};
+    up = {up.x + of_up.x * by_up, up.y + of_up.y * by_up};
+  };
+  const auto multiply = [&](int span, bool inside) {
+    const uint4 x[2] = {token[span][0][lane % 8], token[span][1][lane % 8]};
+    if (SCALED_SPANS) of_gates = of_ups = {};
+    of_gates.add(weights + span * SPAN, step * HIDDEN, inside, x);
+    of_ups.add(ups + span * SPAN, step * HIDDEN, inside, x);
+    if (!SCALED_SPANS) return;
     const float by = SCALES == 1 ? factors[span] : 1.0f;
-    const float by_gate = WEIGHT_BLOCKS ? by * block_factors[0][span] : by;
-    const float by_up = WEIGHT_BLOCKS ? by * block_factors[1][span] : by;
-    gate.x += of_gate.x * by_gate;
-    gate.y += of_gate.y * by_gate;
-    up.x += of_up.x * by_up;
-    up.y += of_up.y * by_up;
-  }
+    add_up(WEIGHT_BLOCKS ? by * block_factors[0][span] : by, WEIGHT_BLOCKS ? by * block_factors[1][span] : by);
+  };
+#pragma unroll(SCALED_SPANS ? 2 : 4)
+  for (int span = warp; span < WHOLE_SPANS; span += GATE_WARPS) multiply(span, true);
+  if (WHOLE_SPANS < HIDDEN_SPANS && warp == WHOLE_SPANS % GATE_WARPS)
+    multiply(WHOLE_SPANS, lane % 8 * 16 < HIDDEN % SPAN);
+  if (!SCALED_SPANS) add_up(1, 1);
   put_rows(gate, sums[warp]);
   put_rows(up, sums[warp] + ROWS);
   __syncthreads();

@@ -7,6 +7,7 @@
 //   ROWS            rows        of a weight in a block
 //   GATE_WARPS      warps       of a block of gates_and_ups
 //   DOWN_WARPS      warps       of a block of downs
+//   WARPS_OF_PAIR   warps       of downs that share a pair; DOWN_WARPS is a multiple
 //   WEIGHT_BLOCKS   0 or 1      weights have a scale for each 128x128
 //   GIVEN_SCALE     0 or 1      the intermediate has a static scale
 //   BIAS_KIND_13    dtype tag   of gates and ups
@@ -15,7 +16,7 @@
 //
 // VECTORS and SCALES are read by token.cuh, GELU and LIMITED by activation.cuh. Sums have a fixed order.
 
-constexpr int SPAN = 128;  // along K of a dot product of two MMAs
+constexpr int SPAN = 128;  // along K of a step of dot products
 static_assert(ROWS == 8, "weight rows of these");
 
 // One of the two weights of all experts. Scales and biases are read from L2, see routes.cuh.
@@ -40,25 +41,51 @@ struct Weights {
   }
 };
 
-// A lane's dot products over half a span: those of rows lane / 8 and lane / 8 + 4. The two halves of a span are
-// neighbouring rows of A, and even and odd columns of B; products of one half with the other are not read. K is
-// permuted alike in A and B.
-__device__ __forceinline__ float2 dot(const u8* rows, int pitch, bool inside, const u8* codes) {
-  const int lane = threadIdx.x % 32, at = lane % 8 * 16;
-  const uint4 zero = make_uint4(0, 0, 0, 0), x = inside ? *(const uint4*)(codes + at) : zero;
-  const uint4 low = inside ? *(const uint4*)(rows + lane / 8 * pitch + at) : zero;
-  const uint4 high = inside ? *(const uint4*)(rows + (lane / 8 + 4) * pitch + at) : zero;
-  float sum[4] = {};
-  const auto mma = [&](u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+// Two codes as fp16, which is exact. Hopper has no MMA of a warp that multiplies fp8.
+template <bool UPPER>
+__device__ __forceinline__ u32 halves(u32 codes) {
+  u32 both;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}"
+      : "=r"(both) : "r"(UPPER ? codes >> 16 : codes));
+  return both;
+}
+
+__device__ __forceinline__ uint4 halves(uint2 codes) {
+  return make_uint4(halves<false>(codes.x), halves<true>(codes.x), halves<false>(codes.y), halves<true>(codes.y));
+}
+
+// Dot products of 8 rows with spans, added up in two chains of MMAs. The two halves of a span are neighbouring rows of
+// A, and even and odd columns of B; products of one half with the other are not read. K is permuted alike in A and B: a
+// lane reads 16 neighbouring codes of rows lane / 8 and lane / 8 + 4, and as many values of the vector, in fp16.
+struct Dot {
+  float sum[2][4] = {};
+
+  __device__ __forceinline__ void add(const u8* rows, int pitch, bool inside, const uint4 (&x)[2]) {
+    const int lane = threadIdx.x % 32;
+    const u8* const first = rows + lane / 8 * pitch + lane % 8 * 16;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    const uint4 low = inside ? *(const uint4*)first : zero, high = inside ? *(const uint4*)(first + 4 * pitch) : zero;
+    multiply(sum[0], low.x, high.x, x[0].x, x[0].y);
+    multiply(sum[1], low.y, high.y, x[0].z, x[0].w);
+    multiply(sum[0], low.z, high.z, x[1].x, x[1].y);
+    multiply(sum[1], low.w, high.w, x[1].z, x[1].w);
+  }
+  // Over half a span: of rows lane / 8 and lane / 8 + 4.
+  __device__ __forceinline__ float2 of_half() const {
+    const bool second = threadIdx.x & 4;
+    return make_float2(second ? sum[0][1] + sum[1][1] : sum[0][0] + sum[1][0],
+                       second ? sum[0][3] + sum[1][3] : sum[0][2] + sum[1][2]);
+  }
+
+ private:
+  __device__ static __forceinline__ void multiply(float (&sum)[4], u32 low, u32 high, u32 x0, u32 x1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  };
-  mma(low.x, high.x, low.y, high.y, x.x, x.y);
-  mma(low.z, high.z, low.w, high.w, x.z, x.w);
-  return lane & 4 ? make_float2(sum[1], sum[3]) : make_float2(sum[0], sum[2]);
-}
+        : "r"(halves<false>(low)), "r"(halves<false>(high)), "r"(halves<true>(low)), "r"(halves<true>(high)),
+          "r"(x0), "r"(x1));
+  }
+};
 
 // Adds both halves of a warp's dot products and writes the sum of each row.
 __device__ __forceinline__ void put_rows(float2 total, float* sums) {
@@ -68,4 +95,22 @@ __device__ __forceinline__ void put_rows(float2 total, float* sums) {
     sums[threadIdx.x % 32 / 8] = total.x;
     sums[threadIdx.x % 32 / 8 + 4] = total.y;
   }
+}
+
+// The sum of the lanes that differ in lane / 8 alone.
+__device__ __forceinline__ float sum_of_quarters(float value) {
+  value += __shfl_xor_sync(~0u, value, 8);
+  return value + __shfl_xor_sync(~0u, value, 16);
+}
+
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Stores a word in the shared memory of a block of the cluster, and adds its bytes to a barrier there.
+__device__ __forceinline__ void send(u32 address, u32 word, u32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+               "r"(word), "r"(barrier) : "memory");
 }

@@ -23,9 +23,10 @@ from fp8kit.moe.problem import ExpertOperands, ExpertsProblem, ExpertWeights
 from fp8kit.runtime import cuda_launch
 
 _ROWS = 8  # weight rows of a block, which computes as many features
-_GATE_WARPS, _MOST_DOWN_WARPS = 4, 16
+_LEAST_GATE_WARPS, _MOST_DOWN_WARPS = 4, 16
+_CLUSTER = 2  # blocks of the second kernel that share the work of quantizing
 _MOST_PAIRS = 32  # one for each lane of a warp
-_STATIC_SMEM = 2048  # of a block, in bytes, beside the codes of the token
+_STATIC_SMEM = 2048  # of a block, in bytes, beside the token in fp16
 
 
 def serves(problem: ExpertsProblem) -> bool:
@@ -36,7 +37,7 @@ def serves(problem: ExpertsProblem) -> bool:
     """
     if problem.m != 1 or problem.batch_invariant or problem.top_k > _MOST_PAIRS:
         return False
-    gates = gate_bytes(problem) + problem.hidden + _STATIC_SMEM
+    gates = gate_bytes(problem) + 2 * problem.hidden + _STATIC_SMEM
     return gates <= SMEM and down_bytes(problem) + _STATIC_SMEM <= SMEM // 2
 
 
@@ -88,7 +89,8 @@ def _downs(
         *pointers(y),
     )
     kernel = _downs_kernel(chosen, down_bytes(problem), y.device.index)
-    return Launch(kernel, min(problem.hidden // _ROWS, kernel.most_blocks), arguments)
+    blocks = min(problem.hidden // _ROWS, kernel.most_blocks)
+    return Launch(kernel, blocks, arguments)
 
 
 def _routes(ids: Tensor, problem: ExpertsProblem) -> list[Any]:
@@ -103,22 +105,31 @@ def _weights(w: ExpertWeights, problem: ExpertsProblem) -> list[Any]:
 def variant(operands: ExpertOperands, problem: ExpertsProblem) -> OneTokenVariant:
     """Return the settings that both kernels are compiled for."""
     assert problem.x_group is not None
-    padded = round_up(problem.hidden, GROUP)
+    padded, gate_warps = round_up(problem.hidden, GROUP), _gate_warps(problem)
     return OneTokenVariant(
-        problem.hidden, problem.intermediate, problem.top_k, _ROWS, _GATE_WARPS,
-        _down_warps(problem), -(-padded // (VECTOR * 32 * _GATE_WARPS)), SCALES[problem.x_group],
+        problem.hidden, problem.intermediate, problem.top_k, _ROWS, gate_warps,
+        *_down_warps(problem), -(-padded // (VECTOR * 32 * gate_warps)), SCALES[problem.x_group],
         layer_variant(operands, problem),
     )  # fmt: skip
 
 
 def _groups(problem: ExpertsProblem) -> int:
-    """Return the number of groups of the intermediate, over all pairs."""
-    return problem.top_k * -(-problem.intermediate // GROUP)
+    """Return the number of groups of a pair's intermediate."""
+    return -(-problem.intermediate // GROUP)
 
 
-def _down_warps(problem: ExpertsProblem) -> int:
+def _gate_warps(problem: ExpertsProblem) -> int:
+    """Return the warps of a block of the first kernel, more where an SM has few such blocks."""
+    blocks = SMEM // (gate_bytes(problem) + 2 * problem.hidden + _STATIC_SMEM)
+    return max(_LEAST_GATE_WARPS, 16 // blocks // 4 * 4)
+
+
+def _down_warps(problem: ExpertsProblem) -> tuple[int, int]:
+    """Return the warps of a block of the second kernel, and how many share a pair."""
+    pairs = -(-problem.top_k // -(-problem.top_k // _MOST_DOWN_WARPS))
     # a warp with only one group ends before it has hidden any latency
-    return min(_MOST_DOWN_WARPS, -(-_groups(problem) // 2))
+    sharing = max(1, min(_MOST_DOWN_WARPS // pairs, _groups(problem) // 2))
+    return pairs * sharing, sharing
 
 
 def gate_bytes(problem: ExpertsProblem) -> int:
@@ -127,19 +138,17 @@ def gate_bytes(problem: ExpertsProblem) -> int:
 
 
 def down_bytes(problem: ExpertsProblem) -> int:
-    """Return that of the second: weights, the intermediate's codes and scales, and factors."""
-    groups, rows = _groups(problem), problem.top_k * _ROWS
-    factors = groups if problem.w_group == BLOCK else rows
-    return rows * problem.intermediate + groups * (GROUP + 4) + 4 * factors
+    """Return that of the second: weights, and the intermediate's codes and scales."""
+    return problem.top_k * (_ROWS * problem.intermediate + _groups(problem) * (GROUP + 4))
 
 
 @functools.cache
 def _gates_kernel(chosen: OneTokenVariant, shared: int, device: int) -> cuda_launch.Kernel:
     source, place = one_token_source(chosen, "gates_and_ups"), torch.device("cuda", device)
-    return cuda_launch.Kernel(source, "gates_and_ups", 32 * _GATE_WARPS, 1, shared, place)
+    return cuda_launch.Kernel(source, "gates_and_ups", 32 * chosen.gate_warps, 1, shared, place)
 
 
 @functools.cache
 def _downs_kernel(chosen: OneTokenVariant, shared: int, device: int) -> cuda_launch.Kernel:
     source, place = one_token_source(chosen, "downs"), torch.device("cuda", device)
-    return cuda_launch.Kernel(source, "downs", 32 * chosen.down_warps, 1, shared, place)
+    return cuda_launch.Kernel(source, "downs", 32 * chosen.down_warps, _CLUSTER, shared, place)

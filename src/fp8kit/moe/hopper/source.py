@@ -106,6 +106,7 @@ class OneTokenVariant(NamedTuple):
     rows: int
     gate_warps: int
     down_warps: int
+    warps_of_pair: int
     vectors: int
     scales: int
     layer: LayerVariant
