@@ -207,6 +207,9 @@ def test_what_does_not_fit_is_told() -> None:
         method.process_weights_after_loading(layer)
     with pytest.raises(ValueError, match="Shards of an expert are 'w1'"):
         layer.w2_weight.weight_loader(layer.w2_weight, torch.zeros(1), "", "w4", 0)
+    for expert in (-1, 99, "0"):
+        with pytest.raises(ValueError, match=r"Got expert_id=.*expert_map maps to -1"):
+            layer.w2_weight.weight_loader(layer.w2_weight, torch.zeros(1), "", "w2", expert)
     with pytest.raises(ValueError, match="Pass shard_id and expert_id"):
         layer.w2_weight.weight_loader(layer.w2_weight, torch.zeros(1))
     with pytest.raises(ValueError, match="It must be one of silu"):

@@ -293,6 +293,12 @@ def _load(
             "Shards of an expert are 'w1' (gate), 'w2' (down) and 'w3' (up).",
             "Pass one of these.",
         )
+    if expert_id is not None and not (isinstance(expert_id, int) and 0 <= expert_id < len(param)):
+        raise InvalidValue(
+            f"Got expert_id={expert_id!r} for {len(param)} experts.",
+            "It is the row of the expert in the stack.",
+            "Leave out the experts of other ranks, which expert_map maps to -1.",
+        )
     target = param if expert_id is None else param[expert_id]
     dim = 0 if expert_id is not None else 1
     if shard_id in ("w1", "w3") and target.shape[dim] != loaded_weight.shape[dim]:
