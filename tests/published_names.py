@@ -84,7 +84,8 @@ NAMES = (
         "codes and scale: static (one number or one per group), per tensor `(1,)` or per token "
         "`[M, 1]`; padding, bound, output, `output_dtype`",
         "divides by the scale where kernels multiply by its inverse; a zero input has a scale "
-        "above 0; padded rows are zero",
+        "above 0; padded rows are zero; `scale_ub` bounds the scale of a tensor too, for which "
+        "vLLM ignores or refuses it; groups that do not divide the input need `group_shape`",
         "test_w8a8.py::test_scaled_fp8_quant_finds_a_scale",
     ),
     Name(
@@ -192,8 +193,9 @@ NAMES = (
         "Fp8PerTensorOnlineLinearMethod", ONLINE,
         "a dense weight on meta, quantized per tensor as soon as all shards have come; `weight` "
         "`[K, N]`, `weight_scale` `(1,)`",
-        "inputs are quantized per token on every device; a reload writes the same storage; no "
-        "online method takes the `activation_quant_key` of newer vLLM",
+        "inputs are quantized per token on every device; a reload writes the same storage; a shard "
+        "that comes twice counts once, and FP8 codes are refused; no online method takes the "
+        "`activation_quant_key` of newer vLLM",
         "test_online_linear.py::test_a_weight_is_quantized_as_soon_as_all_shards_are_there",
     ),
     Name(
@@ -222,7 +224,7 @@ NAMES = (
         "experts `w13` and `w2`, each with its scale `[E]`; biases, `expert_map`, weights on the "
         "input, grouped top-k with a correction bias, shared experts",
         "`shared_experts` are added to the result; `apply` takes ids or the router's logits; takes "
-        "`layer`, or `moe` as newer vLLM does",
+        "`layer`, or `moe` as newer vLLM does; its own loader cuts nothing for a rank",
         "test_online_moe.py::test_experts_arrive_shard_by_shard",
     ),
     Name(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fp8kit
 from fp8kit import compat
+from fp8kit.errors import InvalidValue
 from fp8kit.formats import SCHEMES
 from numerics import assert_bits_equal, assert_scheme_error
 
@@ -92,6 +93,45 @@ def test_what_is_missing_is_told(scheme: str) -> None:
         method.process_weights_after_loading(layer)
     with pytest.raises(ValueError, match="Pass the shard's number"):
         layer.weight.weight_loader(layer.weight, weight_of(0)[:5])
+
+
+def test_neighbouring_shards_arrive_in_one_tensor() -> None:
+    _, layer = new_layer("FP8_DYNAMIC")
+    w = weight_of(0)
+    layer.weight.weight_loader(layer.weight, w[WIDTHS[0] :], (1, 2))
+    layer.weight.weight_loader(layer.weight, w[: WIDTHS[0]], (0,))
+    check("FP8_DYNAMIC", layer, w)
+
+
+def test_a_shard_that_comes_twice_stands_for_no_other() -> None:
+    method, layer = new_layer("FP8_DYNAMIC")
+    w = weight_of(0)
+    q, k, v = w.split(WIDTHS)
+    for shard, part in (("q", q), ("k", v), ("k", k)):
+        layer.weight.weight_loader(layer.weight, part, shard)
+    with pytest.raises(ValueError, match=rf"{v.numel()} elements of weight .* have not arrived"):
+        method.process_weights_after_loading(layer)
+    layer.weight.weight_loader(layer.weight, v, "v")
+    check("FP8_DYNAMIC", layer, w)
+
+
+@pytest.mark.parametrize("shard", ["gate", "k", 2, -1, (), (1, 0), (0, 2), ("q", "w")])
+def test_shards_that_a_weight_does_not_have_are_refused(shard: Any) -> None:
+    layer = nn.Module()
+    compat.Fp8PtpcOnlineLinearMethod().create_weights(layer, K, [N] if shard == "k" else [N, N])
+    with pytest.raises(InvalidValue, match=r"Got shard_id=.* with . shards.*output_partition_siz"):
+        layer.weight.weight_loader(layer.weight, weight_of(0), shard)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_codes_are_no_dense_weight(dtype: torch.dtype) -> None:
+    def own_loader(param: Tensor, loaded_weight: Tensor) -> None:
+        param.copy_(loaded_weight)
+
+    for words in ({}, {"weight_loader": own_loader}):
+        _, layer = new_layer("FP8_DYNAMIC", **words)
+        with pytest.raises(InvalidValue, match=rf"weight of {dtype} .*codes are no numbers"):
+            layer.weight.weight_loader(layer.weight, weight_of(0).to(dtype))
 
 
 def test_a_loader_of_the_model_writes_the_dense_weight() -> None:

@@ -111,6 +111,25 @@ def test_experts_arrive_shard_by_shard(scheme: str) -> None:
     check(method.apply(layer, x, weights, ids, None, None), by_hand(x, ids, weights))
 
 
+def test_shards_of_all_experts_arrive_at_once() -> None:
+    _, layer = new_layer("FP8_TENSOR")
+    w13, w2, w = layer.w13_weight, layer.w2_weight, weights_of(0)
+    assert w13.weight_loader(w13, w["w13_weight"][:, :WIDE], "", "w1", 0) is None
+    assert w13.weight_loader(w13, w["w13_weight"][:, WIDE:], "", "w3", 0, return_success=True)
+    w2.weight_loader(w2, w["w2_weight"], "", "w2", 0)
+    _, whole = filled("FP8_TENSOR")
+    assert torch.equal(layer.w13_weight.view(torch.uint8), whole.w13_weight.view(torch.uint8))
+    assert torch.equal(layer.w2_weight.view(torch.uint8), whole.w2_weight.view(torch.uint8))
+
+
+def test_a_gate_that_is_not_cut_for_this_rank_is_no_gate_and_up() -> None:
+    _, layer = new_layer("FP8_TENSOR")
+    with pytest.raises(ValueError, match=rf"\({2 * WIDE}, {H}\).*Here \({WIDE}, {H}\) is due"):
+        layer.w13_weight.weight_loader(
+            layer.w13_weight, weights_of(0)["w13_weight"][0], "", "w1", 0
+        )
+
+
 @pytest.mark.parametrize("scheme", list(METHODS))
 def test_a_reload_writes_the_same_storage(scheme: str) -> None:
     method, layer = filled(scheme, seed=1)
@@ -207,7 +226,13 @@ def test_what_does_not_fit_is_told() -> None:
         method.process_weights_after_loading(layer)
     with pytest.raises(ValueError, match="Shards of an expert are 'w1'"):
         layer.w2_weight.weight_loader(layer.w2_weight, torch.zeros(1), "", "w4", 0)
+    for expert in (-1, 99, "0"):
+        with pytest.raises(ValueError, match=r"Got expert_id=.*expert_map maps to -1"):
+            layer.w2_weight.weight_loader(layer.w2_weight, torch.zeros(1), "", "w2", expert)
     with pytest.raises(ValueError, match="Pass shard_id and expert_id"):
         layer.w2_weight.weight_loader(layer.w2_weight, torch.zeros(1))
+    _, ungated = new_layer("FP8_TENSOR", activation="relu2_no_mul")
+    with pytest.raises(ValueError, match="'w3' of experts without a gate"):
+        ungated.w13_weight.weight_loader(ungated.w13_weight, torch.zeros(WIDE, H), "", "w3", 0)
     with pytest.raises(ValueError, match="It must be one of silu"):
         new_layer("FP8_TENSOR", activation="tanh")

@@ -119,6 +119,17 @@ def test_scaled_fp8_quant_takes_static_scales_of_groups(group: tuple[int, int]) 
         compat.scaled_fp8_quant(x, torch.ones(77), group_shape=group)
 
 
+def test_groups_are_not_guessed_from_scales_of_ragged_ones() -> None:
+    x = torch.randn(130, 1025)  # nine groups of 128 columns, or of 114
+    for group in ((1, 128), (128, 128)):
+        scale = fp8kit.quantize(x, fp8kit.GroupShape(*group)).scale
+        with pytest.raises(InvalidValue, match=r"Pass group_shape="):
+            compat.scaled_fp8_quant(x, scale)
+        codes, _ = compat.scaled_fp8_quant(x, scale, group_shape=group)
+        each = scale.repeat_interleave(group[0], 0).repeat_interleave(group[1], 1)
+        assert_bits_equal(codes, with_scale(x, each[:130, :1025]))
+
+
 @pytest.mark.parametrize("shape", [(K,), (2, K, N), ()])
 def test_a_product_refuses_a_weight_that_is_no_matrix(x: Tensor, shape: tuple[int, ...]) -> None:
     codes, scale = compat.scaled_fp8_quant(x)

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fp8kit
+import fresh
 from fp8kit.errors import CheckpointError, ConversionError
 from fp8kit.formats import SCHEMES
 from fp8kit.modules.expert_tensors import ExpertTensors
@@ -145,6 +146,23 @@ def test_a_weight_moved_by_name_stays_a_plain_parameter() -> None:
         assert type(made[0].out._parameters["weight"]) is nn.Parameter
     set_module_tensor_to_device(made, "0.out.weight", "cpu", value=codes.view(torch.float8_e4m3fn))
     assert_bits_equal(made[0].out.weight.view(torch.uint8), codes)
+
+
+def test_names_that_were_imported_before_the_first_layer_quantize_too() -> None:
+    code = (
+        "import inspect, torch\n"
+        "from accelerate.utils import set_module_tensor_to_device\n"
+        "before = inspect.signature(set_module_tensor_to_device)\n"
+        "import fp8kit\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(128, 256))\n"
+        "fp8kit.convert(model)\n"
+        "x, w = torch.randn(4, 128), 3 * torch.randn(256, 128)\n"
+        "set_module_tensor_to_device(model, '0.weight', 'cpu', value=w)\n"
+        "wanted = torch.nn.functional.linear(x, w, model[0].bias)\n"
+        "assert (model(x) - wanted).norm() < 0.1 * wanted.norm()\n"
+        "assert inspect.signature(set_module_tensor_to_device) == before\n"
+    )
+    fresh.run(code)
 
 
 class Empty(nn.Module):

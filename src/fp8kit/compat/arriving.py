@@ -23,16 +23,17 @@ _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.
 
 
 class _Copied(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the elements that are written to a storage."""
+    """Adds what is written to a storage to ``pieces``: elements, by where they lie."""
 
-    def __init__(self, into: Tensor) -> None:
+    def __init__(self, into: Tensor, pieces: dict[Any, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._storage, self.elements = into.untyped_storage().data_ptr(), 0
+        self._storage, self._pieces = into.untyped_storage().data_ptr(), pieces
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _COPIES and args[0].untyped_storage().data_ptr() == self._storage:
-            self.elements += args[0].numel()
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func in _COPIES and (to := args[0]).untyped_storage().data_ptr() == self._storage:
+            self._pieces[to.storage_offset(), to.shape, to.stride()] = to.numel()
+        return result
 
 
 class Arriving:
@@ -47,7 +48,7 @@ class Arriving:
         self._described: dict[str, tuple[tuple[int, ...], torch.dtype, dict[str, Any]]] = {}
         self._loaders: dict[str, Loader] = {}
         self.dense: dict[str, nn.Parameter] = {}
-        self._missing: dict[str, int] = {}
+        self._pieces: dict[str, dict[Any, int]] = {}  # one that comes twice counts once
 
     def expect(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, loader: Loader, **facts: Any
@@ -89,9 +90,7 @@ class Arriving:
     def check_complete(self) -> None:
         """Raise a ``ValueError`` if pieces are missing."""
         for name, (shape, _, _) in self._described.items():
-            missing = self._missing.get(name, 0)
-            if self.has_begun() and name not in self.dense:
-                missing = torch.Size(shape).numel()
+            missing = self._missing(name) if self.has_begun() else 0
             if missing > 0 or self.take(name).is_meta:
                 raise InvalidValue(
                     f"{missing or 'All'} elements of {name} {shape} have not arrived.",
@@ -109,7 +108,7 @@ class Arriving:
         A Parameter that fits is overwritten in place, so that graphs and views stay valid.
         """
         self.dense.clear()
-        self._missing.clear()
+        self._pieces.clear()
         for name, tensor in tensors.items():
             old = self._layer._parameters.get(name)
             facts = ("dtype", "shape", "device")
@@ -122,17 +121,26 @@ class Arriving:
             self.attend(name, self._layer.get_parameter(name))
 
     def _load(self, name: str, loaded_weight: Tensor, *shard: Any, **words: Any) -> Any:
+        if not loaded_weight.is_floating_point() or loaded_weight.dtype.itemsize == 1:
+            raise InvalidValue(
+                f"Got a weight of {loaded_weight.dtype} for {name}.",
+                "Weights arrive in high precision: codes are no numbers without their scales.",
+                "Load fp8kit.dequantize of codes and scale, or keep both in a fp8kit.Fp8Linear.",
+            )
         if name not in self.dense:
             self._buffer(name, loaded_weight.device)
         parameter = self.dense[name]
-        with torch.no_grad(), _Copied(parameter) as copied:
+        with torch.no_grad(), _Copied(parameter, self._pieces[name]):
             result = self._loaders[name](parameter, loaded_weight, *shard, **words)
-        self._missing[name] -= copied.elements
-        if len(self.dense) == len(self._described) and not any(
-            left > 0 for left in self._missing.values()
-        ):
+        if all(self._missing(name) <= 0 for name in self.names):
             self._complete()
         return result
+
+    def _missing(self, name: str) -> int:
+        """Return how many elements have not come since the last weight was complete."""
+        return torch.Size(self._described[name][0]).numel() - sum(
+            self._pieces.get(name, {}).values()
+        )
 
     def _buffer(self, name: str, source: torch.device) -> None:
         """Make an empty dense Parameter on the device of the layer."""
@@ -143,7 +151,7 @@ class Arriving:
         for fact, value in facts.items():
             setattr(parameter, fact, value)
         parameter.weight_loader = self._loaders[name]  # type: ignore[attr-defined]
-        self.dense[name], self._missing[name] = parameter, parameter.numel()
+        self.dense[name], self._pieces[name] = parameter, {}
 
 
 def fill(param: Tensor, loaded_weight: Tensor, remedy: str) -> None:

@@ -15,6 +15,7 @@ from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.arriving import Arriving, Loader, OnlineMethod, check_coded, fill
 from fp8kit.compat.known_weights import KnownWeights
 from fp8kit.compat.shapes import with_scale_as_stored
+from fp8kit.errors import InvalidValue
 from fp8kit.formats import BLOCK, MX, ROW, TENSOR, GroupShape, QTensor
 
 _SHARDS = {"q": 0, "k": 1, "v": 2}
@@ -51,7 +52,8 @@ class _OnlineLinearMethod(OnlineMethod):
             params_dtype: dtype of the dense weight.
             extra_weight_attrs: ``weight_loader(param, loaded_weight, *shard)``, which writes a
                 piece; by default one that takes a whole weight, or a shard by its number or as
-                ``"q"``, ``"k"``, ``"v"``. Anything else becomes an attribute of the Parameter.
+                ``"q"``, ``"k"``, ``"v"``, or a tuple of neighbours. Anything else becomes an
+                attribute of the Parameter.
         """
         layer.logical_widths = list(output_partition_sizes)  # type: ignore[assignment]
         n, k = sum(output_partition_sizes), input_size_per_partition
@@ -161,12 +163,27 @@ class Mxfp8OnlineLinearMethod(_OnlineLinearMethod):
 def _loader(layer: nn.Module) -> Loader:
     """Return the default loader, of a whole weight or one of the shards of ``logical_widths``."""
 
-    def load(param: Tensor, loaded_weight: Tensor, shard_id: int | str | None = None) -> None:
+    def load(param: Tensor, loaded_weight: Tensor, shard_id: Any = None) -> None:
         if shard_id is not None:
-            index = _SHARDS[shard_id] if isinstance(shard_id, str) else shard_id
             widths: list[int] = layer.logical_widths  # type: ignore[assignment]
-            start = sum(widths[:index])
-            param = param.narrow(0, start, widths[index])
+            numbers = _numbers(shard_id, len(widths))
+            rows = sum(widths[n] for n in numbers)
+            param = param.narrow(0, sum(widths[: numbers[0]]), rows)
         fill(param, loaded_weight, "Pass the shard's number for a part of a fused weight.")
 
     return load
+
+
+def _numbers(shard_id: Any, shards: int) -> list[int]:
+    """Return the numbers of one shard, or of neighbours that one tensor holds."""
+    given = shard_id if isinstance(shard_id, tuple) else (shard_id,)
+    numbers = [_SHARDS.get(n, shards) if isinstance(n, str) else n for n in given]
+    at = [n for n in range(shards) if n in numbers]
+    if not numbers or numbers != at or at != list(range(at[0], at[-1] + 1)):
+        raise InvalidValue(
+            f"Got shard_id={shard_id!r} of a weight with {shards} shards.",
+            f"It is a number from 0 to {shards - 1}, 'q', 'k' or 'v' for 0, 1 and 2, or a tuple of "
+            "neighbours.",
+            "Pass the place of the piece in output_partition_sizes.",
+        )
+    return at

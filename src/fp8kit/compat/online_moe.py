@@ -75,8 +75,9 @@ class _OnlineMoEMethod(OnlineMethod):
             params_dtype: dtype of the dense weights.
             extra_weight_attrs: ``weight_loader(param, loaded_weight, weight_name, shard_id,
                 expert_id)``; by default one that takes ``"w1"`` (gate), ``"w3"`` (up) or ``"w2"``
-                (down) of one expert, all of one expert, or a whole stack. Anything else becomes an
-                attribute of the Parameters.
+                (down) of one expert or of all, whatever ``expert_id`` is then, all of one expert,
+                or a whole stack, and gives ``True`` for ``return_success``. Anything else becomes
+                an attribute of the Parameters.
         """
         e, h, i = num_experts, hidden_size, intermediate_size_per_partition
         columns = _activation(layer, getattr(layer, "activation", "silu")).columns(i)
@@ -89,7 +90,7 @@ class _OnlineMoEMethod(OnlineMethod):
             "w2_input_scale": None,
         }.items():
             setattr(layer, name, value)
-        loader: Loader = extra_weight_attrs.pop("weight_loader", None) or _load
+        loader: Loader = extra_weight_attrs.pop("weight_loader", None) or _loader(columns > i)
         shapes: dict[str, tuple[int, ...]] = {"w13_weight": (e, columns, h), "w2_weight": (e, h, i)}
         if getattr(self.moe, "has_bias", False) or getattr(layer, "has_bias", False):
             shapes |= {"w13_bias": (e, columns), "w2_bias": (e, h)}
@@ -278,24 +279,38 @@ def _activation(layer: nn.Module, given: Any) -> Activation:
     return found if limit is None or not found.gated else replace(found, limit=float(limit))
 
 
-def _load(
-    param: Tensor,
-    loaded_weight: Tensor,
-    weight_name: str = "",
-    shard_id: str | None = None,
-    expert_id: int | None = None,
-) -> None:
-    """Write a stack, an expert, or a gate (w1), up (w3) or down (w2) of an expert."""
-    del weight_name
-    if shard_id is not None and shard_id not in _SHARDS:
-        raise InvalidValue(
-            f"Got shard_id={shard_id!r}.",
-            "Shards of an expert are 'w1' (gate), 'w2' (down) and 'w3' (up).",
-            "Pass one of these.",
-        )
-    target = param if expert_id is None else param[expert_id]
-    dim = 0 if expert_id is not None else 1
-    if shard_id in ("w1", "w3") and target.shape[dim] != loaded_weight.shape[dim]:
-        half = target.shape[dim] // 2
-        target = target.narrow(dim, half if shard_id == "w3" else 0, half)
-    fill(target, loaded_weight, "Pass shard_id and expert_id for a part of the stack.")
+def _loader(gated: bool) -> Loader:
+    """Return the default loader, of a stack, an expert, or a part of either or of all."""
+
+    def load(
+        param: Tensor,
+        loaded_weight: Tensor,
+        weight_name: str = "",  # noqa: ARG001  (given by position in vLLM)
+        shard_id: str | None = None,
+        expert_id: int | None = None,
+        return_success: bool = False,
+    ) -> bool | None:
+        if shard_id is not None and shard_id not in (_SHARDS if gated else _SHARDS[:2]):
+            raise InvalidValue(
+                f"Got shard_id={shard_id!r} of experts {'with' if gated else 'without'} a gate.",
+                "Shards of an expert are 'w1' (gate), 'w2' (down) and 'w3' (up); without a gate "
+                "'w1' (up) and 'w2'.",
+                "Pass one of these.",
+            )
+        target = param
+        if expert_id is not None and loaded_weight.dim() < param.dim():  # else it is of all
+            if not (isinstance(expert_id, int) and 0 <= expert_id < len(param)):
+                raise InvalidValue(
+                    f"Got expert_id={expert_id!r} for {len(param)} experts.",
+                    "It is the row of the expert in the stack.",
+                    "Leave out the experts of other ranks, which expert_map maps to -1.",
+                )
+            target = param[expert_id]
+        if gated and shard_id in ("w1", "w3"):
+            dim = 1 + target.dim() - param.dim()
+            half = target.shape[dim] // 2
+            target = target.narrow(dim, half if shard_id == "w3" else 0, half)
+        fill(target, loaded_weight, "Pass shard_id and expert_id for a part of the stack.")
+        return True if return_success else None
+
+    return load

@@ -81,7 +81,7 @@ def scaled_fp8_quant(
         use_per_token_if_dynamic: one scale per row instead of one for the tensor.
         output: FP8 of the result's shape, into which the codes are written.
         group_shape: elements per static scale, ``(rows, columns)`` with -1 for the whole extent;
-            needed only if ``scale`` is a vector.
+            needed if ``scale`` is a vector, or if groups do not divide the input evenly.
         output_dtype: of the codes, by default e4m3fn.
 
     Returns:
@@ -129,8 +129,14 @@ def _static(
 ) -> Tensor:
     """Return codes of a matrix with given scales."""
     if group_shape is None and scale.dim() == 2 and scale.numel() > 1:
-        extents = zip(x.shape, scale.shape, strict=True)
-        group_shape = [max(-(-extent // parts), 1) for extent, parts in extents]
+        extents = list(zip(x.shape, scale.shape, strict=True))
+        if any(extent % parts for extent, parts in extents):
+            raise InvalidValue(
+                f"Got a scale of shape {tuple(scale.shape)} for an input {tuple(x.shape)}.",
+                "Without group_shape, groups divide rows and columns evenly.",
+                "Pass group_shape=, such as (1, 128), where the last group is shorter.",
+            )
+        group_shape = [max(extent // parts, 1) for extent, parts in extents]
     rows, cols = (-1, -1) if group_shape is None else group_shape
     if rows == cols == -1:
         return functional.quantize(x, TENSOR, dtype=dtype, scale=as_number(scale, x.device)).data

@@ -11,8 +11,6 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import accelerate
-from accelerate import big_modeling, hooks, utils
 from accelerate.utils import modeling
 from torch import Tensor, nn
 
@@ -20,7 +18,7 @@ from fp8kit.formats import FP8_FORMATS
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.guarded_weight import unguarded
 from fp8kit.modules.kept_weight import Made, codes_replaced
-from fp8kit.modules.libraries import wrap_once
+from fp8kit.modules.libraries import wrap_in_place
 from fp8kit.modules.linear import Fp8Linear
 
 # what the codes that accelerate last brought to a layer were made of
@@ -29,10 +27,8 @@ _BROUGHT: WeakKeyDictionary[Fp8Linear, Made | None] = WeakKeyDictionary()
 
 def patch() -> None:
     """Let accelerate quantize a dense weight that it places into an FP8 layer."""
-    for user in (utils, modeling, hooks):
-        wrap_once(user, "set_module_tensor_to_device", _place)
-    for user in (accelerate, utils, modeling, big_modeling):
-        wrap_once(user, "load_checkpoint_in_model", _fill)
+    wrap_in_place(modeling.set_module_tensor_to_device, _place)
+    wrap_in_place(modeling.load_checkpoint_in_model, _fill)
 
 
 def _fill(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -96,6 +96,27 @@ def wrap_once(owner: Any, name: str, ours: Callable[..., Any]) -> None:
 
         wrapper._fp8kit = True  # type: ignore[attr-defined]
         setattr(owner, name, wrapper)
+
+
+def wrap_in_place(function: FunctionType, ours: Callable[..., Any]) -> None:
+    """Wrap a function of a module once, also for those that imported its name before.
+
+    The function keeps its identity and its signature, and gets another body: ``ours`` gets the
+    original, then its arguments. It must have no closure.
+    """
+    if hasattr(function, "_fp8kit"):
+        return
+    own = FunctionType(function.__code__, function.__globals__, function.__name__)
+    own.__defaults__, own.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    own.__annotations__ = function.__annotations__
+    function.__wrapped__ = own  # type: ignore[attr-defined]  # read by inspect.signature
+    function.__defaults__, function.__kwdefaults__ = None, {"_call": functools.partial(ours, own)}
+    function.__code__ = _calling.__code__
+    function._fp8kit = True  # type: ignore[attr-defined]
+
+
+def _calling(*args: Any, _call: Callable[..., Any], **kwargs: Any) -> Any:
+    return _call(*args, **kwargs)
 
 
 def is_transformers(model: nn.Module) -> bool:
