@@ -94,7 +94,7 @@ def check_switch(name: str, value: object) -> None:
 
 def check_number(name: str, value: object) -> None:
     """Raise ``InvalidValue`` unless an argument is a finite number."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise InvalidValue(
             f"Got {name}={value!r:.80}.",
             "It must be a finite number.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypedDict
 
 import torch
@@ -134,6 +135,12 @@ def _check_norm(rounding: str, eps: float, weight_offset: float = 0.0) -> None:
                 "A norm adds numbers.",
                 "For torch's default eps, None, pass torch.finfo(torch.float32).eps.",
             )
+    if not (0 <= eps < math.inf and math.isfinite(weight_offset)):
+        raise InvalidValue(
+            f"Got eps={eps} and weight_offset={weight_offset}.",
+            "They are finite, and eps is not negative.",
+            "Pass the numbers of the layer that is replaced.",
+        )
     remedy = "Pass the word that matches the layer that is replaced."
     check_choice("rounding", rounding, ROUNDINGS, remedy)
 

@@ -35,12 +35,14 @@ from fp8kit.errors import (
     InvalidValue,
     UnsupportedError,
     as_path,
+    check_switch,
     counted,
     teach,
 )
 from fp8kit.formats import Scheme
 from fp8kit.io.arguments import as_devices
 from fp8kit.io.models import accepted
+from fp8kit.ops.validation import is_integer
 
 THREADS_PER_GPU = 8
 _MOST_WORKERS = 1024
@@ -101,6 +103,7 @@ def quantize_checkpoint(
         >>> print(report.summary())
     """
     recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
+    _check_progress(progress)
     check_source(source)
     if runner is not None and not callable(runner):
         raise InvalidType(
@@ -166,6 +169,7 @@ def verify_checkpoint(
         >>> found = fp8kit.verify_checkpoint("bf16-dir", "fp8-dir")
         >>> assert not found.problems
     """
+    _check_progress(progress)
     dense, coded = open_checkpoint(source), open_checkpoint(result)
     threads = len(workers_on(["cpu"], workers))
     with _bar("verify", sum(i.nbytes for i in dense.tensors.values()), 0, progress) as bar:
@@ -206,7 +210,7 @@ def workers_on(devices: Sequence[str], count: int | None = None) -> list[torch.d
     for each processor that this process may use. Raises ``ValueError`` if ``count`` is not from 1
     to 1024, or a device is not here.
     """
-    if count is not None and not (isinstance(count, int) and 0 < count <= _MOST_WORKERS):
+    if count is not None and not (is_integer(count) and 0 < count <= _MOST_WORKERS):
         raise InvalidValue(
             f"Got {count!r:.80} workers.",
             f"1 to {_MOST_WORKERS} do the work.",
@@ -273,6 +277,11 @@ def _kept(work: Work, partial: journal.UnfinishedConversion) -> str:
         f"{count} of {len(work.shards)} files are complete and kept in {partial.home}. "
         "Make room, and run the same command again: it continues."
     )
+
+
+def _check_progress(progress: object) -> None:
+    if progress is not None:
+        check_switch("progress", progress)
 
 
 def _bar(what: str, total: int, done: int, progress: bool | None) -> Any:

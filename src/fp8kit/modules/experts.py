@@ -80,7 +80,7 @@ class Fp8Experts(ExpertTensors):
     ) -> None:
         super().__init__()
         check_activation(activation)
-        layer_options.check_new(hidden_size, intermediate_size, bias, dtype)
+        layer_options.check_new(hidden_size, intermediate_size, bias, device, dtype)
         validation.check_size("num_experts", num_experts)
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.intermediate_size, self.activation = intermediate_size, activation
