@@ -115,6 +115,10 @@ def tokens_per_expert(ids: Tensor, experts: int) -> Tensor:
     Returns:
         ``int64 [E]``.
 
+    Raises:
+        TypeError: if ``ids`` is no tensor of integers.
+        ValueError: if ``experts`` is no whole number.
+
     Example:
         >>> fp8kit.moe.tokens_per_expert(torch.tensor([[0, 2], [2, -1]]), 3)
         tensor([1, 0, 2])
