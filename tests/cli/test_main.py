@@ -257,6 +257,7 @@ def test_explain_of_high_precision_names_the_command(tmp_path: Path) -> None:
     ("python", "shell"),
     [
         ("Got target='ollama'.", "Got --target ollama."),
+        ("Got target=''. It must", "Got --target ''. It must"),
         ("strict=True, and 3 layers cannot", "--strict, and 3 layers cannot"),
         ("Pass exclude=['*.a', 'b'].", "Pass --exclude '*.a' --exclude b."),
         ("Got scheme=FP8_BLOCK for d, which", "Got --scheme FP8_BLOCK for d, which"),

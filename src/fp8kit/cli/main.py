@@ -60,7 +60,7 @@ class _Group(click.Group):
 # a Python argument as errors write it: scheme='FP8', strict=True, exclude=["a", "b"]
 _ARGUMENT = re.compile(
     r"\b(scheme|target|dialect|include|exclude|device|overwrite|strict|unfit)="
-    r"(?:(?P<flag>True)\b|(?P<list>\[[^\]]*\])|(?P<quote>['\"]?)(?P<word>[\w.*:-]+)(?P=quote))"
+    r"(?:(?P<flag>True)\b|(?P<list>\[[^\]]*\])|''|(?P<quote>['\"]?)(?P<word>[\w.*:-]+)(?P=quote))"
 )
 
 
