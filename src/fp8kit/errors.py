@@ -94,7 +94,9 @@ def check_switch(name: str, value: object) -> None:
 
 def check_number(name: str, value: object) -> None:
     """Raise ``InvalidValue`` unless an argument is a finite number."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    # compared, because compilers trace no ``isfinite``; a comparison with NaN is false
+    finite = isinstance(value, int | float) and -math.inf < value < math.inf
+    if not finite or isinstance(value, bool):
         raise InvalidValue(
             f"Got {name}={value!r:.80}.",
             "It must be a finite number.",

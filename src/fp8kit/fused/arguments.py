@@ -135,7 +135,7 @@ def _check_norm(rounding: str, eps: float, weight_offset: float = 0.0) -> None:
                 "A norm adds numbers.",
                 "For torch's default eps, None, pass torch.finfo(torch.float32).eps.",
             )
-    if not (0 <= eps < math.inf and math.isfinite(weight_offset)):
+    if not (0 <= eps < math.inf and abs(weight_offset) < math.inf):
         raise InvalidValue(
             f"Got eps={eps} and weight_offset={weight_offset}.",
             "They are finite, and eps is not negative.",
