@@ -88,7 +88,7 @@ def check_switch(name: str, value: object) -> None:
         raise InvalidType(
             f"Got {name}={value!r:.80}.",
             "It must be True or False.",
-            "Pass one of these, and other arguments by name, such as scheme='FP8_BLOCK'.",
+            "Pass one of these; name another argument that was meant, as in scheme='FP8_BLOCK'.",
         )
 
 
