@@ -225,6 +225,8 @@ CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
          "Got in_features=True. ... a whole number ... Pass an int"),
         (lambda: moe.route(X, 2, groups=True, top_groups=True),
          "Got True groups, True of them taken ... divide the experts ... n_group"),
+        (lambda: moe.Activation(limit=True),
+         "Got limit=True. ... positive and finite ... Pass None"),
         (lambda: moe.Activation(alpha=True),
          "Got alpha=True. ... a finite number ... Pass a float"),
         (lambda: rms_norm_quantize(X, X[0], -1.0),

@@ -157,6 +157,15 @@ def test_quantize_on_a_cluster_needs_ray(tmp_path: Path, monkeypatch: pytest.Mon
     assert "pip install 'fp8kit[ray]'" in failure(run("quantize", NANO, tmp_path / "out", "--ray"))
 
 
+@pytest.mark.parametrize("options", [("--workers", "2"), ("--device", "cpu", "--device", "cpu")])
+def test_a_cluster_takes_no_threads_of_this_machine(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    result = run("quantize", NANO, tmp_path / "out", "--ray", *options)
+    assert result.exit_code == 2
+    assert "are for this machine, and Ray chooses" in result.output
+
+
 def test_verify(quantized: Path, tmp_path: Path) -> None:
     result = run("verify", NANO, quantized)
     assert result.exit_code == 0, result.output

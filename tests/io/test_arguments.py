@@ -72,11 +72,21 @@ def test_widths_are_rows_by_patterns(tmp_path: Path, widths: Any) -> None:
         fp8kit.load(tmp_path / "nowhere", widths=widths)
 
 
-@pytest.mark.parametrize("devices", ["cpu", torch.device("cpu"), [], True, [ABSENT], [None, "cpu"]])
+@pytest.mark.parametrize(
+    "devices", ["cpu", torch.device("cpu"), [], True, [ABSENT], [None, "cpu"], b"cpu"]
+)
 def test_devices_of_workers_are_a_list(tmp_path: Path, devices: Any) -> None:
     with pytest.raises((InvalidType, InvalidValue), match=r"Got (no )?device"):
         fp8kit.quantize_checkpoint(NANO, tmp_path / "out", devices=devices)
     assert not list(tmp_path.iterdir())
+
+
+def test_devices_beside_a_runner_are_refused(tmp_path: Path) -> None:
+    def runner(*_: Any) -> None:
+        raise AssertionError("it is not called")
+
+    with pytest.raises(InvalidValue, match="Got devices beside a runner"):
+        fp8kit.quantize_checkpoint(NANO, tmp_path / "out", devices=["cpu"], runner=runner)
 
 
 @pytest.mark.parametrize("target", [None, 3, []])

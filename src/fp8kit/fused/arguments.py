@@ -129,7 +129,7 @@ def _checked(
 
 def _check_norm(rounding: str, eps: float, weight_offset: float = 0.0) -> None:
     for name, value in (("eps", eps), ("weight_offset", weight_offset)):
-        if not isinstance(value, (int, float)):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise InvalidType(
                 f"Got {name} of type {type(value).__name__}.",
                 "A norm adds numbers.",

@@ -37,7 +37,7 @@ def as_device(value: object) -> torch.device | None:
 
 def as_devices(value: object) -> list[torch.device]:
     """Return a list of devices, one or more; raises ``TypeError`` or ``ValueError`` otherwise."""
-    if isinstance(value, str) or not isinstance(value, Sequence) or None in value:
+    if not isinstance(value, list | tuple) or None in value:
         raise InvalidType(
             f"Got devices={value!r:.80}.",
             "It must be a list with a device for each worker.",

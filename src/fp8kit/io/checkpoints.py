@@ -35,6 +35,7 @@ from fp8kit.errors import (
     InvalidValue,
     UnsupportedError,
     as_path,
+    check_choice,
     check_switch,
     counted,
     teach,
@@ -110,6 +111,12 @@ def quantize_checkpoint(
             f"Got runner={runner!r:.80}.",
             "It must be a function that carries out the work.",
             "Pass fp8kit.ray_runner(), or leave it out for threads of this process.",
+        )
+    if runner is not None and devices is not None:
+        raise InvalidValue(
+            "Got devices beside a runner.",
+            "Devices are those of this process; a runner knows its own.",
+            "Leave one of them out; fp8kit.ray_runner(device='cuda') takes a GPU for each task.",
         )
     destination = as_path(destination, "the destination")
     origin, goal = directory.resolved(source), Path(os.path.realpath(destination))
@@ -234,6 +241,7 @@ def ray_runner(address: str | None = None, *, device: str = "cpu") -> Runner:
 
     Raises:
         ImportError: if Ray is not installed.
+        TypeError, ValueError: for another address or device.
 
     Example:
         >>> fp8kit.quantize_checkpoint(source, destination, runner=ray_runner("auto"))
@@ -249,7 +257,14 @@ def ray_runner(address: str | None = None, *, device: str = "cpu") -> Runner:
             ),
             name=error.name,
         ) from error
-    return module.Runner(address, torch.device(device).type)
+    if address is not None and not isinstance(address, str):
+        raise InvalidType(
+            f"Got address={address!r:.80}.",
+            "It must be the address of a Ray cluster, a str.",
+            "Pass 'auto' for one that runs on this machine, or leave it out.",
+        )
+    check_choice("device", device, ("cpu", "cuda"), "Ray chooses the GPU of a task: pass 'cuda'.")
+    return module.Runner(address, device)
 
 
 def _carry_out(

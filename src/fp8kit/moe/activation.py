@@ -68,7 +68,7 @@ class Activation:
                 "They say how gate and up are combined.",
                 "Leave them out, or pass gated=True.",
             )
-        number = isinstance(self.limit, int | float)
+        number = isinstance(self.limit, int | float) and not isinstance(self.limit, bool)
         if self.limit is not None and not (number and 0 < self.limit < math.inf):
             raise InvalidValue(
                 f"Got limit={self.limit!r:.80}.",
