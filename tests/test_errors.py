@@ -25,7 +25,7 @@ from fp8kit.errors import (
     did_you_mean,
     teach,
 )
-from fp8kit.fused import silu_mul_quantize
+from fp8kit.fused import rms_norm_quantize, silu_mul_quantize
 from fp8kit.io.checkpoints import workers_on
 
 X = torch.ones(4, 256)
@@ -57,6 +57,26 @@ def meta_scale_q() -> formats.QTensor:
 # by exception class: calls, and their messages; dots stand for omitted text
 CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
     TypeError: [
+        (lambda: fp8kit.convert(mlp(), include=nn.Linear(2, 2)),
+         "Got a module of the class Linear as include. ... list of patterns ... named_modules()"),
+        (lambda: fp8kit.convert(mlp(), exclude=torch.empty(0)),
+         "Got exclude=tensor([]). ... list of patterns ... Pass exclude=['*.o_proj']"),
+        (lambda: fp8kit.load_weights(mlp(), ONE[0, 0]),
+         "Got weights of type Tensor. ... pairs of names and tensors ... Pass a state dict"),
+        (lambda: fp8kit.recode(mlp(), "e4m3"),
+         "Got e4m3 to write in another encoding. ... float8_e4m3fnuz ... Quantize again"),
+        (lambda: fp8kit.verify_checkpoint("a", "b", progress="no"),
+         "Got progress='no'. ... True or False ... Pass one of these"),
+        (lambda: fp8kit.quantize_checkpoint("a", "b", progress=ONE),
+         "Got progress=tensor([[1.]]). ... True or False ... Pass one of these"),
+        (lambda: fp8kit.explain(converted(), m=True),
+         "Got m=True. ... one row count, an integer ... m=16"),
+        (lambda: moe.route(X, True),
+         "Got top_k=True. ... an integer ... num_experts_per_tok"),
+        (lambda: moe.route(X, 2, custom=lambda *_: None),
+         "custom function returned None. ... ids and weights ... in a tuple"),
+        (lambda: fp8kit.Fp8Experts(2, 128, 128).place("0 1"),
+         "Got placement='0 1'. ... a vector of ids ... Pass torch.tensor"),
         (lambda: moe.Activation(gated="no"),
          "Got gated='no'. ... True or False ... Pass one of these"),
         (lambda: moe.route(X, 2, renormalize="no"),
@@ -195,6 +215,28 @@ CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
          "Got 'FP8_DYNAMIC' as the model. ... the module to fill ... Pass scheme='FP8_DYNAMIC'"),
     ],
     ValueError: [
+        (lambda: fp8kit.Fp8Linear(128, 128, device="wat"),
+         "Got device='wat'. ... 'cuda:0' or 'meta' ... leave it out"),
+        (lambda: fp8kit.Fp8Experts(2, 128, 128, device=True),
+         "Got device=True. ... 'cuda:0' or 'meta' ... leave it out"),
+        (lambda: fp8kit.Fp8Linear(128, 128, dtype=torch.float64),
+         "Got dtype=torch.float64. ... high precision ... Pass torch.bfloat16"),
+        (lambda: fp8kit.Fp8Linear(True, 128),
+         "Got in_features=True. ... a whole number ... Pass an int"),
+        (lambda: moe.route(X, 2, groups=True, top_groups=True),
+         "Got True groups, True of them taken ... divide the experts ... n_group"),
+        (lambda: moe.Activation(limit=True),
+         "Got limit=True. ... positive and finite ... Pass None"),
+        (lambda: moe.Activation(alpha=True),
+         "Got alpha=True. ... a finite number ... Pass a float"),
+        (lambda: rms_norm_quantize(X, X[0], -1.0),
+         "Got eps=-1.0 and weight_offset=0.0. ... eps is not negative ... that is replaced"),
+        (lambda: rms_norm_quantize(X, X[0], weight_offset=math.nan),
+         "Got eps=1e-06 and weight_offset=nan. ... finite ... that is replaced"),
+        (lambda: fp8kit.Evaluation((), 0.0, None, None, None, None).exclusions(math.nan),
+         "Got min_sqnr=nan. ... a finite number ... Pass a float"),
+        (lambda: workers_on(["cpu"], True),
+         "Got True workers. ... do the work ... Leave it out"),
         (lambda: moe.Activation(alpha="1"),
          "Got alpha='1'. ... finite number ... Pass a float"),
         (lambda: moe.Activation(limit="7"),

@@ -88,13 +88,15 @@ def check_switch(name: str, value: object) -> None:
         raise InvalidType(
             f"Got {name}={value!r:.80}.",
             "It must be True or False.",
-            "Pass one of these, and other arguments by name, such as scheme='FP8_BLOCK'.",
+            "Pass one of these; name another argument that was meant, as in scheme='FP8_BLOCK'.",
         )
 
 
 def check_number(name: str, value: object) -> None:
     """Raise ``InvalidValue`` unless an argument is a finite number."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    # compared, because compilers trace no ``isfinite``; a comparison with NaN is false
+    finite = isinstance(value, int | float) and -math.inf < value < math.inf
+    if not finite or isinstance(value, bool):
         raise InvalidValue(
             f"Got {name}={value!r:.80}.",
             "It must be a finite number.",

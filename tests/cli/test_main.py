@@ -157,6 +157,15 @@ def test_quantize_on_a_cluster_needs_ray(tmp_path: Path, monkeypatch: pytest.Mon
     assert "pip install 'fp8kit[ray]'" in failure(run("quantize", NANO, tmp_path / "out", "--ray"))
 
 
+@pytest.mark.parametrize("options", [("--workers", "2"), ("--device", "cpu", "--device", "cpu")])
+def test_a_cluster_takes_no_threads_of_this_machine(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    result = run("quantize", NANO, tmp_path / "out", "--ray", *options)
+    assert result.exit_code == 2
+    assert "are for this machine, and Ray chooses" in result.output
+
+
 def test_verify(quantized: Path, tmp_path: Path) -> None:
     result = run("verify", NANO, quantized)
     assert result.exit_code == 0, result.output
@@ -257,6 +266,7 @@ def test_explain_of_high_precision_names_the_command(tmp_path: Path) -> None:
     ("python", "shell"),
     [
         ("Got target='ollama'.", "Got --target ollama."),
+        ("Got target=''. It must", "Got --target ''. It must"),
         ("strict=True, and 3 layers cannot", "--strict, and 3 layers cannot"),
         ("Pass exclude=['*.a', 'b'].", "Pass --exclude '*.a' --exclude b."),
         ("Got scheme=FP8_BLOCK for d, which", "Got --scheme FP8_BLOCK for d, which"),

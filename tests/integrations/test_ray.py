@@ -135,3 +135,10 @@ def test_files_that_only_the_other_machine_has(cluster: None, tmp_path: Path) ->
     with pytest.raises(CheckpointError, match="was written by another machine and is not in"):
         quantize_checkpoint(NANO, tmp_path / "out", RECIPE, runner=runner, progress=False)
     assert journal.UnfinishedConversion(tmp_path / "out").home.exists()
+
+
+def test_a_runner_takes_an_address_and_a_kind_of_device() -> None:
+    with pytest.raises(TypeError, match=r"Got address=3\..* a str.* Pass 'auto'"):
+        ray_runner(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Got device='cuda:1'\..* cpu, cuda"):
+        ray_runner(device="cuda:1")

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8kit
 from fp8kit.errors import CheckpointError
@@ -198,11 +199,24 @@ def test_groups_name_layers_as_in_the_model_and_as_in_files(tmp_path: Path) -> N
         assert (inputs is None) == (scheme == "FP8_WEIGHT_ONLY"), name
 
 
-@pytest.mark.parametrize("save", [save, lambda m, p: fp8kit.convert(m) and m.save_pretrained(p)])
-def test_one_process_of_many_saves_alone(save: Route, tmp_path: Path) -> None:
-    """The other process, which is faked, would never answer a collective operation."""
+class Unanswered(TorchDispatchMode):
+    """Collective operations raise; those of the faked process group would return at once."""
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.namespace not in ("c10d", "_c10d_functional"), f"{func} waits for the others"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "route", [save, quantize, lambda m, p: fp8kit.convert(m) and m.save_pretrained(p)]
+)
+def test_one_process_of_many_saves_alone(route: Route, tmp_path: Path) -> None:
+    model = bert()
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        save(bert(), tmp_path)
+        with Unanswered():
+            route(model, tmp_path)
+            with pytest.raises(AssertionError, match="waits for the others"):
+                dist.barrier()
     finally:
         dist.destroy_process_group()

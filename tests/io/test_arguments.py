@@ -28,7 +28,9 @@ def test_a_device_that_is_not_there_is_refused(tmp_path: Path, device: Any) -> N
     assert type(model[0]) is nn.Linear
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", torch.int8, bool, 16, torch.float8_e4m3fn, [1]])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", torch.int8, bool, 16, torch.float8_e4m3fn, torch.float64, [1]]
+)
 def test_a_dtype_that_is_no_high_precision_is_refused(tmp_path: Path, dtype: Any) -> None:
     kind = InvalidValue if isinstance(dtype, torch.dtype) else InvalidType
     with pytest.raises(kind, match=r"It must be the high precision of the model: bfloat16"):
@@ -48,7 +50,21 @@ def test_missing_needs_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "widths",
-    ["a", 5, ["a"], {5: (1,)}, {"a": 5}, {"a": None}, {"a": "bc"}, {"a": (1.0,)}, {"re:(": (1,)}],
+    [
+        "a",
+        5,
+        ["a"],
+        {5: (1,)},
+        {"a": 5},
+        {"a": None},
+        {"a": "bc"},
+        {"a": (1.0,)},
+        {"re:(": (1,)},
+        "",
+        [],
+        0,
+        torch.ones(2),
+    ],
 )
 def test_widths_are_rows_by_patterns(tmp_path: Path, widths: Any) -> None:
     message = r"Got widths=.*Pass \{'\*.in_proj|The widths pattern 're:\(' is not a regular"
@@ -56,11 +72,21 @@ def test_widths_are_rows_by_patterns(tmp_path: Path, widths: Any) -> None:
         fp8kit.load(tmp_path / "nowhere", widths=widths)
 
 
-@pytest.mark.parametrize("devices", ["cpu", torch.device("cpu"), [], True, [ABSENT]])
+@pytest.mark.parametrize(
+    "devices", ["cpu", torch.device("cpu"), [], True, [ABSENT], [None, "cpu"], b"cpu"]
+)
 def test_devices_of_workers_are_a_list(tmp_path: Path, devices: Any) -> None:
     with pytest.raises((InvalidType, InvalidValue), match=r"Got (no )?device"):
         fp8kit.quantize_checkpoint(NANO, tmp_path / "out", devices=devices)
     assert not list(tmp_path.iterdir())
+
+
+def test_devices_beside_a_runner_are_refused(tmp_path: Path) -> None:
+    def runner(*_: Any) -> None:
+        raise AssertionError("it is not called")
+
+    with pytest.raises(InvalidValue, match="Got devices beside a runner"):
+        fp8kit.quantize_checkpoint(NANO, tmp_path / "out", devices=["cpu"], runner=runner)
 
 
 @pytest.mark.parametrize("target", [None, 3, []])

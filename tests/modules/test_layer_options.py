@@ -199,6 +199,15 @@ def test_the_process_chooses_sums_and_invariance() -> None:
     assert "FP8KIT_ACCUM is 'quick'" in run(FP8KIT_ACCUM="quick").stderr
 
 
+def test_a_misspelt_variable_is_a_warning() -> None:
+    def said(**variables: str) -> str:
+        return fresh.run("import fp8kit", variables=variables).stderr
+
+    assert "FP8KIT_ACUM is set, and nothing reads it" in said(FP8KIT_ACUM="fast")
+    assert "Did you mean 'DISABLE'?" in said(FP8KIT_DISABLED="reference")
+    assert not said(FP8KIT_KILLS="3", FP8KIT_FUZZ_CASES="3", FP8KIT_SWEEP="3")
+
+
 def test_a_scheme_of_other_codes_is_refused() -> None:
     layer = fp8kit.Fp8Linear.from_linear(nn.Linear(256, 128))
     other = fp8kit.Scheme("E5M2", fp8kit.ROW, fp8kit.ROW, dtype=torch.float8_e5m2)

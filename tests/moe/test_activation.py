@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fp8kit.moe import Activation
+from fp8kit.moe.activation import KINDS
 
 OSS = Activation("silu", interleaved=True, limit=0.9, alpha=1.702, up_offset=1.0)
 EVERY = (
@@ -45,6 +46,10 @@ def test_squared_relu_is_nemotron_s() -> None:
     x = torch.randn(5, 9)
     ours = Activation("relu2", gated=False)(x)
     torch.testing.assert_close(ours, activations.ACT2FN["relu2"](x))
+
+
+def test_every_kind_is_tested() -> None:
+    assert {activation.kind for activation in EVERY} == set(KINDS)
 
 
 @pytest.mark.parametrize("activation", EVERY, ids=lambda a: f"{a.kind}-{a.limit}")

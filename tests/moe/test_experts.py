@@ -17,6 +17,7 @@ from ahead import compiled_by
 from fp8kit import moe
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.moe import operators
+from fp8kit.moe.activation import KINDS
 from fp8kit.moe.problem import ExpertsProblem, GroupedProblem
 from numerics import EXPERTS_ERROR, SHORT_SUMS, assert_bits_equal, relative_error
 from recorded_calls import record_on_cpu
@@ -50,6 +51,10 @@ CASES = {
     "16bit": ((None, ROW), moe.Activation(), (3, 96, 72), torch.bfloat16, ("biases",)),
     "on input": ((GROUP128, BLOCK), moe.Activation(), (4, 128, 136), torch.bfloat16, ("input",)),
 }
+
+
+def test_every_kind_of_activation_is_run() -> None:
+    assert {activation.kind for _, activation, *_ in CASES.values()} == set(KINDS)
 
 
 def make(case: str, tokens: int = 6, top_k: int = 3) -> tuple[Layer, Tensor, Tensor, Tensor]:

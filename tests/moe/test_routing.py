@@ -114,6 +114,17 @@ def test_a_custom_function_replaces_all_but_the_scaling() -> None:
         moe.route(torch.randn(3, 8), 2, custom=lambda a, k: first(a, k)[::-1])
 
 
+def test_one_graph_takes_every_number() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def route(logits: Tensor, top_k: int, factor: float) -> tuple[Tensor, Tensor]:
+        return moe.route(logits, top_k, scaling_factor=factor)
+
+    for tokens, top_k, factor in ((5, 2, 1.5), (9, 3, 2.5)):
+        logits = torch.randn(tokens, 8)
+        ids, weights = moe.route(logits, top_k, scaling_factor=factor)
+        assert_same_choice(route(logits, top_k, factor), ids, weights)
+
+
 def test_the_router_gets_gradients() -> None:
     logits = torch.randn(5, 8, requires_grad=True)
     _, weights = moe.route(logits, 2, renormalize=False)

@@ -60,7 +60,7 @@ class _Group(click.Group):
 # a Python argument as errors write it: scheme='FP8', strict=True, exclude=["a", "b"]
 _ARGUMENT = re.compile(
     r"\b(scheme|target|dialect|include|exclude|device|overwrite|strict|unfit)="
-    r"(?:(?P<flag>True)\b|(?P<list>\[[^\]]*\])|(?P<quote>['\"]?)(?P<word>[\w.*:-]+)(?P=quote))"
+    r"(?:(?P<flag>True)\b|(?P<list>\[[^\]]*\])|''|(?P<quote>['\"]?)(?P<word>[\w.*:-]+)(?P=quote))"
 )
 
 
@@ -193,6 +193,11 @@ def quantize(
         getattr(torch, dtype) if dtype else None,
         max_shard_size,
     )
+    if ray and (workers is not None or len(devices) > 1):
+        raise click.UsageError(
+            "--workers and a second --device are for this machine, and Ray chooses where a file is "
+            "written. Leave them out; --device cuda takes a GPU for each file."
+        )
     runner = checkpoints.ray_runner(ray, device=devices[0]) if ray else None
     try:
         fp8kit.quantize_checkpoint(
@@ -200,7 +205,7 @@ def quantize(
             destination,
             recipe,
             overwrite=overwrite,
-            devices=checkpoints.workers_on(devices, workers),
+            devices=None if ray else checkpoints.workers_on(devices, workers),
             runner=runner,
             progress=True,
         )

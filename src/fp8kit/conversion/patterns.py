@@ -6,15 +6,13 @@ import fnmatch
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
 
 from fp8kit.conversion.model_families import MERGED_BY_ENGINES
 from fp8kit.errors import ConversionError, InvalidType, did_you_mean
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    LayerFilter = Callable[[str, nn.Module], bool]
+LayerFilter = Callable[[str, nn.Module], bool]
 
 SMALLEST_SIDE = 64
 SMALLEST_WEIGHT = 128 * 128
@@ -117,13 +115,21 @@ def chosen(
 ) -> Sequence[str] | None:
     """Return given patterns, or patterns for the layers that a given function chooses.
 
-    Raises ``ConversionError`` if the function chooses no layer, ``TypeError`` for a class.
+    Raises ``ConversionError`` if the function chooses no layer, ``TypeError`` for a class or a
+    module.
     """
+    required = "It must be a list of patterns, or a function of a layer's name and the layer."
     if isinstance(given, type):
         raise InvalidType(
             f"Got the class {given.__name__} as {argument}.",
-            "It must be a list of patterns, or a function of a layer's name and the layer.",
+            required,
             f"Pass {argument}=lambda name, layer: isinstance(layer, {given.__name__}).",
+        )
+    if isinstance(given, nn.Module):
+        raise InvalidType(
+            f"Got a module of the class {type(given).__name__} as {argument}.",
+            required,
+            "Pass the names that model.named_modules() gives to the layers that you mean.",
         )
     if given is None or not callable(given):
         return given
@@ -161,7 +167,8 @@ def check_patterns(
             "Where there is no model, only names of tensors, layers are chosen by patterns.",
             f"Pass {argument}=[...]; fp8kit.plan and convert take functions.",
         )
-    if not isinstance(patterns, Collection):  # an iterator would be empty after this
+    # an iterator would be empty after this, and a tensor has no truth value
+    if not isinstance(patterns, Collection) or isinstance(patterns, Tensor):
         raise InvalidType(
             f"Got {argument}={patterns!r:.80}.",
             "It must be a list of patterns over the names of layers.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypedDict
 
 import torch
@@ -128,12 +129,18 @@ def _checked(
 
 def _check_norm(rounding: str, eps: float, weight_offset: float = 0.0) -> None:
     for name, value in (("eps", eps), ("weight_offset", weight_offset)):
-        if not isinstance(value, (int, float)):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise InvalidType(
                 f"Got {name} of type {type(value).__name__}.",
                 "A norm adds numbers.",
                 "For torch's default eps, None, pass torch.finfo(torch.float32).eps.",
             )
+    if not (0 <= eps < math.inf and abs(weight_offset) < math.inf):
+        raise InvalidValue(
+            f"Got eps={eps} and weight_offset={weight_offset}.",
+            "They are finite, and eps is not negative.",
+            "Pass the numbers of the layer that is replaced.",
+        )
     remedy = "Pass the word that matches the layer that is replaced."
     check_choice("rounding", rounding, ROUNDINGS, remedy)
 

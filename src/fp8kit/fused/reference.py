@@ -30,6 +30,8 @@ from torch.nn import functional as F
 from fp8kit.fused.problem import CodesFormat, FusedBackend
 from fp8kit.quantizers import reference
 
+_GELU = {"gelu": "none", "gelu_tanh": "tanh"}  # how torch names them
+
 
 def rms_norm(
     x: Tensor,
@@ -120,10 +122,7 @@ def layer_normed(
 
 def activated(kind: str, gate: Tensor, up: Tensor | None) -> Tensor:
     """Return the activation before it is quantized, in the dtype of ``gate``."""
-    if kind == "silu":
-        y = F.silu(gate)
-    else:
-        y = F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none")
+    y = F.silu(gate) if kind == "silu" else F.gelu(gate, approximate=_GELU[kind])
     return y if up is None else y * up
 
 

@@ -37,7 +37,7 @@ def as_device(value: object) -> torch.device | None:
 
 def as_devices(value: object) -> list[torch.device]:
     """Return a list of devices, one or more; raises ``TypeError`` or ``ValueError`` otherwise."""
-    if isinstance(value, str | torch.device) or not isinstance(value, Sequence):
+    if not isinstance(value, list | tuple) or None in value:
         raise InvalidType(
             f"Got devices={value!r:.80}.",
             "It must be a list with a device for each worker.",
@@ -67,8 +67,9 @@ def check_missing(missing: object, no_model: bool) -> None:
 
 def check_widths(widths: object) -> None:
     """Raise ``TypeError`` unless ``widths`` maps patterns to rows of parts, or is ``None``."""
-    pairs = widths.items() if isinstance(widths, Mapping) else [(widths, ())] if widths else ()
-    for pattern, rows in pairs:
+    if widths is None:
+        return
+    for pattern, rows in widths.items() if isinstance(widths, Mapping) else [(widths, ())]:
         whole = isinstance(rows, Sequence) and all(isinstance(n, int) for n in rows)
         if not isinstance(widths, Mapping) or not isinstance(pattern, str) or not whole:
             raise InvalidType(

@@ -118,7 +118,7 @@ def _check_arguments(model: object, weights: object) -> None:
             "It must be the module that gets the weights.",
             "Pass the model first, then the weights.",
         )
-    if isinstance(weights, (str, Path)) or not isinstance(weights, Iterable):
+    if isinstance(weights, (str, Path, Tensor)) or not isinstance(weights, Iterable):
         raise InvalidType(
             f"Got weights of type {type(weights).__name__}.",
             "They must be pairs of names and tensors, or a mapping.",

@@ -35,12 +35,15 @@ from fp8kit.errors import (
     InvalidValue,
     UnsupportedError,
     as_path,
+    check_choice,
+    check_switch,
     counted,
     teach,
 )
 from fp8kit.formats import Scheme
 from fp8kit.io.arguments import as_devices
 from fp8kit.io.models import accepted
+from fp8kit.ops.validation import is_integer
 
 THREADS_PER_GPU = 8
 _MOST_WORKERS = 1024
@@ -101,12 +104,19 @@ def quantize_checkpoint(
         >>> print(report.summary())
     """
     recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
+    _check_progress(progress)
     check_source(source)
     if runner is not None and not callable(runner):
         raise InvalidType(
             f"Got runner={runner!r:.80}.",
             "It must be a function that carries out the work.",
             "Pass fp8kit.ray_runner(), or leave it out for threads of this process.",
+        )
+    if runner is not None and devices is not None:
+        raise InvalidValue(
+            "Got devices beside a runner.",
+            "Devices are those of this process; a runner knows its own.",
+            "Leave one of them out; fp8kit.ray_runner(device='cuda') takes a GPU for each task.",
         )
     destination = as_path(destination, "the destination")
     origin, goal = directory.resolved(source), Path(os.path.realpath(destination))
@@ -166,6 +176,7 @@ def verify_checkpoint(
         >>> found = fp8kit.verify_checkpoint("bf16-dir", "fp8-dir")
         >>> assert not found.problems
     """
+    _check_progress(progress)
     dense, coded = open_checkpoint(source), open_checkpoint(result)
     threads = len(workers_on(["cpu"], workers))
     with _bar("verify", sum(i.nbytes for i in dense.tensors.values()), 0, progress) as bar:
@@ -206,7 +217,7 @@ def workers_on(devices: Sequence[str], count: int | None = None) -> list[torch.d
     for each processor that this process may use. Raises ``ValueError`` if ``count`` is not from 1
     to 1024, or a device is not here.
     """
-    if count is not None and not (isinstance(count, int) and 0 < count <= _MOST_WORKERS):
+    if count is not None and not (is_integer(count) and 0 < count <= _MOST_WORKERS):
         raise InvalidValue(
             f"Got {count!r:.80} workers.",
             f"1 to {_MOST_WORKERS} do the work.",
@@ -230,6 +241,7 @@ def ray_runner(address: str | None = None, *, device: str = "cpu") -> Runner:
 
     Raises:
         ImportError: if Ray is not installed.
+        TypeError, ValueError: for another address or device.
 
     Example:
         >>> fp8kit.quantize_checkpoint(source, destination, runner=ray_runner("auto"))
@@ -245,7 +257,14 @@ def ray_runner(address: str | None = None, *, device: str = "cpu") -> Runner:
             ),
             name=error.name,
         ) from error
-    return module.Runner(address, torch.device(device).type)
+    if address is not None and not isinstance(address, str):
+        raise InvalidType(
+            f"Got address={address!r:.80}.",
+            "It must be the address of a Ray cluster, a str.",
+            "Pass 'auto' for one that runs on this machine, or leave it out.",
+        )
+    check_choice("device", device, ("cpu", "cuda"), "Ray chooses the GPU of a task: pass 'cuda'.")
+    return module.Runner(address, device)
 
 
 def _carry_out(
@@ -273,6 +292,11 @@ def _kept(work: Work, partial: journal.UnfinishedConversion) -> str:
         f"{count} of {len(work.shards)} files are complete and kept in {partial.home}. "
         "Make room, and run the same command again: it continues."
     )
+
+
+def _check_progress(progress: object) -> None:
+    if progress is not None:
+        check_switch("progress", progress)
 
 
 def _bar(what: str, total: int, done: int, progress: bool | None) -> Any:

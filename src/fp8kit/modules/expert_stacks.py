@@ -147,13 +147,16 @@ def check_pair(name: str, pair: object) -> None:
 
 def slots_of(placement: Tensor) -> list[int]:
     """Return the expert id for each row of a stack; raises if this is no vector of ids."""
-    held = torch.as_tensor(placement)
+    arrived = f"Got placement={placement!r:.80}."
+    required = "It must be a vector of ids: one for each row of the stack."
+    remedy = "Pass torch.tensor([0, 1, 2, 3, 3]), for example."
+    try:
+        held = torch.as_tensor(placement)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidType(arrived, required, remedy) from error
     if held.dim() != 1 or held.dtype not in (torch.int32, torch.int64):
-        raise InvalidType(
-            f"Got a placement of {held.dtype} and shape {tuple(held.shape)}.",
-            "It must be a vector of ids: one for each row of the stack.",
-            "Pass torch.tensor([0, 1, 2, 3, 3]), for example.",
-        )
+        arrived = f"Got a placement of {held.dtype} and shape {tuple(held.shape)}."
+        raise InvalidType(arrived, required, remedy)
     return list(map(int, held.tolist()))
 
 

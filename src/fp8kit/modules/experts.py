@@ -48,10 +48,11 @@ class Fp8Experts(ExpertTensors):
         scheme: a preset name or a ``Scheme``.
         bias: whether to hold biases of ``compute_dtype``.
         device: where the Parameters live; ``"meta"`` allocates nothing.
-        dtype: the compute dtype.
+        dtype: the compute dtype: bf16, fp16 or fp32.
 
     Raises:
-        ValueError: if the scheme is unknown.
+        TypeError: if ``activation``, ``bias`` or ``dtype`` is of another type.
+        ValueError: for a size, scheme, device or ``dtype`` that a layer cannot have.
 
     Example:
         >>> layer = fp8kit.Fp8Experts.from_dense(gate_up, down)  # [8, 2 I, H] and [8, H, I]
@@ -80,7 +81,7 @@ class Fp8Experts(ExpertTensors):
     ) -> None:
         super().__init__()
         check_activation(activation)
-        layer_options.check_new(hidden_size, intermediate_size, bias, dtype)
+        layer_options.check_new(hidden_size, intermediate_size, bias, device, dtype)
         validation.check_size("num_experts", num_experts)
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.intermediate_size, self.activation = intermediate_size, activation

@@ -72,11 +72,14 @@ def _checked_scheme(layer: Fp8Linear, value: Any) -> Scheme:
     return scheme
 
 
-def check_new(in_features: object, out_features: object, bias: object, dtype: object) -> None:
+def check_new(
+    in_features: object, out_features: object, bias: object, device: object, dtype: object
+) -> None:
     """Refuse arguments of a new layer; raises ``TypeError`` or ``ValueError``."""
     check_switch("bias", bias)
     validation.check_size("in_features", in_features)
     validation.check_size("out_features", out_features)
+    validation.check_device(device)
     validation.check_precision(dtype)
 
 

@@ -68,11 +68,11 @@ class Fp8Linear(nn.Linear):
         bias: whether to hold a bias of ``compute_dtype``.
         scheme: a preset name or a ``Scheme``.
         device: where the Parameters live; ``"meta"`` allocates nothing.
-        dtype: the compute dtype: that of the bias and of the dense layer that this one replaces.
+        dtype: compute dtype, that of the bias and of ``to_linear``: bf16, fp16 or fp32.
 
     Raises:
-        TypeError: if ``bias`` is neither ``True`` nor ``False``.
-        ValueError: if the scheme is unknown.
+        TypeError: if ``bias`` is neither ``True`` nor ``False``, or ``dtype`` is no dtype.
+        ValueError: for a size, scheme, device or ``dtype`` that a layer cannot have.
 
     Example:
         >>> layer = fp8kit.Fp8Linear.from_linear(nn.Linear(256, 512))
@@ -102,7 +102,7 @@ class Fp8Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        layer_options.check_new(in_features, out_features, bias, dtype)
+        layer_options.check_new(in_features, out_features, bias, device, dtype)
         nn.Module.__init__(self)
         patch_libraries()
         self.in_features, self.out_features = in_features, out_features

@@ -133,20 +133,14 @@ def recode(q: Coded, dtype: torch.dtype) -> Coded:
         >>> float(fp8kit.recode(q, torch.float8_e4m3fnuz).scale[0, 0] / q.scale[0, 0])
         2.0
     """
+    _check_encoding(dtype)
     if isinstance(q, nn.Module):
         for layer in q.modules():
             if isinstance(layer, Fp8Linear):
                 _recode_layer(layer, dtype)
         return q
     check_quantized("q", q)
-    known = (E4M3FN.dtype, E4M3FNUZ.dtype)
-    for given in (q.data.dtype, dtype):
-        if given not in known:
-            raise InvalidType(
-                f"Got {given} to write in another encoding.",
-                "Codes of float8_e4m3fn and float8_e4m3fnuz have the same bytes; others do not.",
-                "Quantize again: fp8kit.quantize(fp8kit.dequantize(q), q.group, dtype=...).",
-            )
+    _check_encoding(q.data.dtype)
     if q.data.dtype == dtype:
         return q
     old, new = fp8_format(q.data.dtype), fp8_format(dtype)
@@ -158,6 +152,15 @@ def recode(q: Coded, dtype: torch.dtype) -> Coded:
     bytes_ = data.masked_fill(data == _SIGN, 0) if to_fnuz else data
     codes = bytes_.masked_fill(nan, new.nan_code).view(dtype)
     return QTensor(codes, _scaled(q, to_fnuz), q.group)
+
+
+def _check_encoding(dtype: object) -> None:
+    if not isinstance(dtype, torch.dtype) or dtype not in (E4M3FN.dtype, E4M3FNUZ.dtype):
+        raise InvalidType(
+            f"Got {dtype} to write in another encoding.",
+            "Codes of float8_e4m3fn and float8_e4m3fnuz have the same bytes; others do not.",
+            "Quantize again: fp8kit.quantize(fp8kit.dequantize(q), q.group, dtype=...).",
+        )
 
 
 def native_scheme(scheme: Scheme, device: torch.device) -> Scheme:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from fp8kit.errors import InvalidValue, check_choice, check_number, check_switch
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
+_GELU = {"gelu": "none", "gelu_tanh": "tanh"}  # how torch names them
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Activation:
                 "They say how gate and up are combined.",
                 "Leave them out, or pass gated=True.",
             )
-        number = isinstance(self.limit, int | float)
+        number = isinstance(self.limit, int | float) and not isinstance(self.limit, bool)
         if self.limit is not None and not (number and 0 < self.limit < math.inf):
             raise InvalidValue(
                 f"Got limit={self.limit!r:.80}.",
@@ -137,7 +138,7 @@ def _activated(kind: str, x: Tensor, alpha: float) -> Tensor:
         return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
     if kind == "relu2":
         return F.relu(x).square()
-    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+    return F.gelu(x, approximate=_GELU[kind])
 
 
 def _derivative(kind: str, x: Tensor, alpha: float) -> Tensor:
@@ -146,5 +147,4 @@ def _derivative(kind: str, x: Tensor, alpha: float) -> Tensor:
         return s * (1 + alpha * x * (1 - s))
     if kind == "relu2":
         return 2 * F.relu(x)
-    how = "tanh" if kind == "gelu_tanh" else "none"
-    return torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=how)
+    return torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=_GELU[kind])

@@ -8,9 +8,9 @@ and not the weights).
 
 from __future__ import annotations
 
-import numbers
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from fp8kit.errors import InvalidType, InvalidValue, check_choice, check_number, check_switch
 from fp8kit.formats import check_strided
 from fp8kit.moe.top_k import CHOOSE, SCORINGS, Formula, scores_of, weights_of
-from fp8kit.ops.validation import check_float, check_operand, check_size
+from fp8kit.ops.validation import check_float, check_operand, check_size, is_integer
 
 _BEST_OF_GROUP = 2
 _INTEGERS = (torch.int32, torch.int64)
@@ -88,7 +88,7 @@ def route(
                 "It must be a function from logits and top_k to ids and weights.",
                 "Leave it out for the formula of the other options.",
             )
-        ids, weights = custom(logits, top_k)
+        ids, weights = _pair(custom(logits, top_k))
         check_routing(ids, weights, logits.shape[0])
         return ids.long(), weights.float() * scaling_factor
     check_choice("scoring", scoring, SCORINGS, "Pass one of these, or a custom function.")
@@ -114,6 +114,10 @@ def tokens_per_expert(ids: Tensor, experts: int) -> Tensor:
 
     Returns:
         ``int64 [E]``.
+
+    Raises:
+        TypeError: if ``ids`` is no tensor of integers.
+        ValueError: if ``experts`` is no whole number.
 
     Example:
         >>> fp8kit.moe.tokens_per_expert(torch.tensor([[0, 2], [2, -1]]), 3)
@@ -156,6 +160,16 @@ def check_routing(ids: Tensor, weights: Tensor, m: int) -> None:
         )
 
 
+def _pair(found: object) -> tuple[Any, Any]:
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise InvalidType(
+            f"The custom function returned {found!r:.80}.",
+            "It must return ids and weights, both [M, top_k].",
+            "Return both in a tuple.",
+        )
+    return found[0], found[1]
+
+
 def _within_groups(choice: Tensor, groups: int, top_groups: int, summed: bool) -> Tensor:
     """Keep the scores in each token's best groups, and set all others to minus infinity."""
     parts = choice.view(choice.shape[0], groups, choice.shape[1] // groups)
@@ -169,7 +183,7 @@ def _within_groups(choice: Tensor, groups: int, top_groups: int, summed: bool) -
 
 
 def _check_counts(logits: Tensor, top_k: int) -> None:
-    if not isinstance(top_k, torch.SymInt | numbers.Integral):
+    if not is_integer(top_k):
         raise InvalidType(
             f"Got top_k={top_k!r}.",
             "How many experts a token takes is an integer.",
@@ -192,7 +206,7 @@ def _check_groups(experts: int, top_k: int, groups: int | None, top_groups: int 
             "Groups of experts, and how many of them a token takes, come together.",
             "Pass both or neither.",
         )
-    whole = all(isinstance(n, torch.SymInt | numbers.Integral) for n in (groups, top_groups))
+    whole = all(map(is_integer, (groups, top_groups)))
     if not whole or groups < 1 or experts % groups or not 1 <= top_groups <= groups:
         raise InvalidValue(
             f"Got {groups} groups, {top_groups} of them taken, for {experts} experts.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,7 +18,11 @@ TOP_K_BACKENDS: BackendTable = (
     ("triton", "fp8kit.moe.triton_top_k", ("cuda",)),
     ("reference", "fp8kit.moe.top_k", ()),
 )
-SCORINGS = ("softmax", "sigmoid")
+_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": functools.partial(torch.softmax, dim=-1),
+    "sigmoid": torch.sigmoid,
+}
+SCORINGS = tuple(_SCORES)
 # DeepSeek adds this to the denominator of a renormalization. Other models add nothing; in float32
 # that is the same unless a sum is below 1e-13, and where all scores are zero this gives no NaN.
 TINY = 1e-20
@@ -57,8 +62,7 @@ class TopKBackend(Backend):
 
 def scores_of(logits: Tensor, scoring: str) -> Tensor:
     """Return the float32 scores of all experts."""
-    wide = logits.float()
-    return wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
+    return _SCORES[scoring](logits.float())
 
 
 def weights_of(scores: Tensor, ids: Tensor, how: Formula) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -183,9 +183,14 @@ def check_out_dtype(dtype: torch.dtype) -> None:
         )
 
 
+def is_integer(value: object) -> TypeGuard[int]:
+    """Return whether a value is a whole number, also of a compiler; ``True`` is none."""
+    return isinstance(value, torch.SymInt | numbers.Integral) and not isinstance(value, bool)
+
+
 def check_size(name: str, value: object) -> None:
     """Refuse a size of a layer that is not a whole number of at least 0."""
-    if not isinstance(value, torch.SymInt | numbers.Integral) or value < 0:
+    if not is_integer(value) or value < 0:
         raise InvalidValue(
             f"Got {name}={value!r:.80}.",
             "It must be a whole number, 0 or more.",
@@ -193,15 +198,29 @@ def check_size(name: str, value: object) -> None:
         )
 
 
+def check_device(device: object) -> None:
+    """Refuse what names no device for a new layer; ``None`` stands for torch's default."""
+    try:
+        if isinstance(device, bool):
+            raise TypeError("torch takes True for the device 1")
+        torch.device("cpu" if device is None else device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError) as error:
+        raise InvalidValue(
+            f"Got device={device!r:.80}.",
+            "It must be a device, such as 'cpu', 'cuda:0' or 'meta'.",
+            "Pass one of these, or leave it out for torch's default device.",
+        ) from error
+
+
 def check_precision(dtype: object) -> None:
     """Refuse a dtype that cannot be the high precision of a layer or model; ``None`` may be."""
-    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        if dtype is None or dtype.itemsize > 1:
-            return
+    known = isinstance(dtype, torch.dtype)
+    if dtype is None or (known and dtype in FLOATS):
+        return
+    remedy = "Pass torch.bfloat16, or leave it out for that of the checkpoint."
+    if known and dtype in FP8_FORMATS:
         remedy = "Choose FP8 by its scheme, such as scheme='FP8_DYNAMIC'."
-    else:
-        remedy = "Pass torch.bfloat16, or leave it out for that of the checkpoint."
-    kind = InvalidValue if isinstance(dtype, torch.dtype) else InvalidType
+    kind = InvalidValue if known else InvalidType
     raise kind(
         f"Got dtype={dtype!r:.80}.",
         "It must be the high precision of the model: bfloat16, float16 or float32.",
@@ -334,7 +353,7 @@ def check_row_counts(m: object) -> tuple[int, ...]:
     """Return row counts as a tuple; refuse anything but one positive integer or several."""
     one = not isinstance(m, Iterable) or isinstance(m, str | bytes | Tensor)
     rows: tuple[Any, ...] = (m,) if one else tuple(m)  # type: ignore[arg-type]
-    integers = all(isinstance(r, numbers.Integral) and not isinstance(r, bool) for r in rows)
+    integers = all(map(is_integer, rows))
     if not integers or min(rows, default=0) < 1:
         raise (InvalidValue if integers else InvalidType)(
             f"Got m={m!r:.80}.",

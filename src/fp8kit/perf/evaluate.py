@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from fp8kit.conversion.calibration import watching
 from fp8kit.conversion.report import table
-from fp8kit.errors import InvalidType, InvalidValue
+from fp8kit.errors import InvalidType, InvalidValue, check_number
 from fp8kit.modules.linear import Fp8Linear
 
 Batch = Tensor | Mapping[str, Any] | tuple[Any, ...] | list[Any]
@@ -69,9 +69,13 @@ class Evaluation:
             Names for ``exclude=`` of ``fp8kit.convert``, noisiest first. ``None`` stands for none:
             an empty list would switch the default exclusions off.
 
+        Raises:
+            ValueError: if ``min_sqnr`` is no finite number.
+
         Example:
             >>> fp8kit.convert(model, exclude=evaluation.exclusions(20))
         """
+        check_number("min_sqnr", min_sqnr)
         return [layer.name for layer in self.layers if not layer.sqnr >= min_sqnr] or None
 
     def to_dict(self) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 
 from torch import nn
 
@@ -15,6 +14,7 @@ from fp8kit.matmul.problem import MATMUL_BACKENDS
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.moe.problem import MOE_BACKENDS, ExpertsProblem
+from fp8kit.ops.validation import is_integer
 from fp8kit.perf.warmup_experts import experts_of, pairs_of_a_token
 
 _SHOWN = 3  # notes of layers that share an entry
@@ -101,7 +101,7 @@ def explain(layer_or_model: nn.Module, m: int = 16) -> Explanation:
             "It must be an FP8 layer, or a module that holds some.",
             "Load a checkpoint with fp8kit.load(directory), or run fp8kit explain directory.",
         )
-    if not isinstance(m, Integral):
+    if not is_integer(m):
         raise InvalidType(
             f"Got m={m!r}.",
             "It must be one row count, an integer.",

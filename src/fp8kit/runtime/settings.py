@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from pathlib import Path
 
-from fp8kit.errors import InvalidValue
+from fp8kit.errors import InvalidValue, did_you_mean, teach
 
+_PREFIX = "FP8KIT_"
 BACKEND_NAMES = (
     "hopper_gemm",
     "torch_native",
@@ -65,7 +67,20 @@ def _word(variable: str, known: tuple[str, ...]) -> str:
     return found
 
 
+def _warn_of_misspelt() -> None:
+    known = ("FP8KIT_ACCUM", "FP8KIT_BATCH_INVARIANT", "FP8KIT_CACHE_DIR", "FP8KIT_DISABLE")
+    words = [name.removeprefix(_PREFIX) for name in known]
+    for name in os.environ:
+        word = name.removeprefix(_PREFIX)
+        # only what looks like one of these: other programs may have the prefix, too
+        if name.startswith(_PREFIX) and name not in known and (meant := did_you_mean(word, words)):
+            arrived = f"The environment variable {name} is set, and nothing reads it."
+            required = f"Variables are {', '.join(known)}."
+            warnings.warn(teach(arrived, required, f"Correct or unset it.{meant}"), stacklevel=2)
+
+
 DISABLED_BACKENDS: frozenset[str] = _backend_names("FP8KIT_DISABLE")
 CACHE_DIR: Path = _cache_dir()
 ACCUM: str = _word("FP8KIT_ACCUM", ("precise", "fast"))
 BATCH_INVARIANT: bool = _word("FP8KIT_BATCH_INVARIANT", ("0", "1")) == "1"
+_warn_of_misspelt()

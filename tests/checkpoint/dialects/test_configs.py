@@ -6,6 +6,7 @@ Whole checkpoints of every dialect are in ``tests/golden``.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape
 from numerics import assert_bits_equal
 
+ROOT = Path(__file__).parents[3]
 E4, F32, E8 = torch.float8_e4m3fn, torch.float32, torch.float8_e8m0fnu
 KINDS = {"a.weight": (E4, (256, 128))}
 FP8 = {"quant_method": "fp8"}
@@ -436,6 +438,23 @@ def test_dialects_that_are_only_read() -> None:
                 dialect.render(Spec(SCHEMES["FP8"]))
             with pytest.raises(ValueError, match="It must be one of autofp8, compressed"):
                 dialect_named(dialect.name)
+
+
+def test_the_documents_list_every_dialect_and_which_are_written() -> None:
+    table = (ROOT / "docs/checkpoints.md").read_text().partition("| dialect |")[2]
+    rows = re.findall(r"^\| `([\w-]+)`.*\| ([^|]+) \|$", table.partition("\n\n")[0], re.MULTILINE)
+    assert {name for name, _ in rows} == {d.name for d in DIALECTS}
+    # "by `save_pretrained`": diffusers and huggingface_hub write it, and no target does
+    written = {name for name, said in rows if not said.startswith(("no", "by `save_pretrained`"))}
+    assert written == {d.name for d in DIALECTS if d.writable}
+    numbers = {6: "six", 7: "seven", 14: "fourteen", 15: "fifteen", 16: "sixteen"}
+    said = f"reads {numbers[len(DIALECTS)]} dialects and writes {numbers[len(written)]}"
+    assert said in (ROOT / "README.md").read_text()
+
+
+def test_every_dialect_has_a_golden_checkpoint() -> None:
+    folders = [path.parent for path in (ROOT / "tests/golden").glob("*/*.safetensors")]
+    assert {fp8kit.inspect(each).dialect for each in folders} == {d.name for d in DIALECTS}
 
 
 def test_misspelt_dialects() -> None:

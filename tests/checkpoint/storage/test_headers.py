@@ -154,7 +154,7 @@ def test_large_files_are_not_read_at_all(tmp_path: Path) -> None:
     with (tmp_path / SHARD).open("wb") as file:
         file.write(struct.pack("<Q", 2**39))
         file.truncate(2**40)
-    with pytest.raises(CheckpointError, match="its header length is 549755813888"):
+    with pytest.raises(CheckpointError, match=r"length is 549755813888, and .* allows 100000000"):
         read_header(tmp_path, SHARD)
 
 

@@ -157,9 +157,9 @@ def read_header(path: Path, shard: str) -> tuple[dict[str, TensorInfo], dict[str
                 raise ValueError(f"it has {size} bytes, less than the length of a header")
             _refuse_pointer(file, size, shard)
             length = int.from_bytes(_exactly(file, 0, 8), "little")
-            if length > min(_HEADER_LIMIT, size - 8):
+            if length > (most := min(_HEADER_LIMIT, size - 8)):
                 raise ValueError(
-                    f"its header length is {length}, and the file has {size - 8} bytes after it"
+                    f"its header length is {length}, and the file or the format allows {most}"
                 )
             header = _parsed(_exactly(file, 8, length))
         if not isinstance(header, dict):
