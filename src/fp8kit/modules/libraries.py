@@ -98,6 +98,16 @@ def wrap_once(owner: Any, name: str, ours: Callable[..., Any]) -> None:
         setattr(owner, name, wrapper)
 
 
+def wrap_everywhere(owner: ModuleType, name: str, ours: Callable[..., Any]) -> None:
+    """Wrap a function of a module once, also in modules that have imported it from there."""
+    own = getattr(owner, name)
+    wrap_once(owner, name, ours)
+    for module in [*sys.modules.values()]:
+        held = [*getattr(module, "__dict__", {}).items()]
+        for alias in [n for n, value in held if value is own]:
+            setattr(module, alias, getattr(owner, name))
+
+
 def is_transformers(model: nn.Module) -> bool:
     """Return whether a model is one of Transformers, without importing it."""
     return any(
