@@ -251,6 +251,69 @@ def test_dense_checkpoints_are_quantized_with_scales_of_their_own(
         assert tensor.requires_grad == expected.state_dict()[name].requires_grad
 
 
+class Tied(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.words, self.inner = nn.Embedding(50, SIZE), nn.Linear(SIZE, SIZE)
+        self.head = nn.Linear(SIZE, 50, bias=False)
+        self.head.weight = self.words.weight
+        fp8kit.convert(self)
+        assert isinstance(self.inner, Fp8Linear)
+
+
+@pytest.mark.parametrize("name", ["words.weight", "head.weight"])
+def test_a_checkpoint_fills_the_tensors_of_a_model_and_keeps_them_tied(
+    name: str, tmp_path: Path
+) -> None:
+    made, wanted = Tied(1), Tied(2).state_dict()
+    one = {n: t for n, t in wanted.items() if n in (name, "inner.bias") or "inner.weight" in n}
+    save_file(one, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    weight, bias = made.words.weight, made.inner.bias
+    accelerate.load_checkpoint_in_model(made, str(tmp_path))
+    assert_same_tensors(made, wanted)
+    assert made.words.weight is made.head.weight is weight
+    assert made.inner.bias is bias
+
+
+@pytest.mark.parametrize("places", [None, {"": "cpu"}], ids=["all", "mapped"])
+@pytest.mark.parametrize("scheme", ["FP8_BLOCK", "FP8_TENSOR"])
+def test_codes_arrive_with_their_scales_or_are_refused(
+    scheme: str, places: dict[str, str] | None, tmp_path: Path
+) -> None:
+    made, expected = model(scheme), model(scheme)
+    expected.load_state_dict(other(expected))
+    fp8kit.save(expected, tmp_path / "saved")
+    if scheme == "FP8_TENSOR":  # whose scales are [1] in files
+        accelerate.load_checkpoint_in_model(made, str(tmp_path / "saved"), device_map=places)
+    else:  # theirs have other names there
+        with pytest.raises(
+            CheckpointError, match=r"0\.q_proj\.weight.*, and not both\..*fp8kit\.load"
+        ):
+            accelerate.load_checkpoint_in_model(made, str(tmp_path / "saved"), device_map=places)
+        fp8kit.load(tmp_path / "saved", made)
+    assert_same_tensors(made, expected)
+
+
+def test_functions_that_were_imported_before_a_layer_existed_are_patched(tmp_path: Path) -> None:
+    (tmp_path / "of_a_user.py").write_text(
+        "from accelerate import load_checkpoint_in_model as load\n"
+        "from accelerate.utils import set_module_tensor_to_device as place\n"
+    )
+    code = f"""
+import sys, torch
+sys.path.insert(0, {str(tmp_path)!r})
+import of_a_user, fp8kit
+layer = fp8kit.Fp8Linear.from_linear(torch.nn.Linear(128, 128))
+weight = 3 * torch.randn(128, 128)
+of_a_user.place(layer, "weight", "cpu", value=weight)
+q = fp8kit.quantize(weight, fp8kit.ROW, role="weight")
+assert torch.equal(layer.weight_scale, q.scale)
+assert hasattr(of_a_user.load, "_fp8kit")
+"""
+    fresh.run(code)
+
+
 def test_a_dense_weight_is_placed_on_meta_layers_and_has_to_fit() -> None:
     layer, weight = Fp8Linear(SIZE, 2 * SIZE, device="meta", bias=False), torch.randn(256, SIZE)
     utils.set_module_tensor_to_device(layer, "weight", "cpu", value=weight)

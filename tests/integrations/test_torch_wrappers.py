@@ -253,6 +253,18 @@ def test_rows_of_several_processes_are_not_quantized(mesh: Any) -> None:
             call(x)
 
 
+def test_weights_of_several_processes_are_neither_multiplied_nor_decoded(mesh: Any) -> None:
+    model = nn.Sequential(fp8kit.Fp8Linear.from_linear(nn.Linear(128, 64)))
+    layer: Any = model[0]
+    whole = layer.to_linear().weight
+    fully_shard(model, mesh=mesh)
+    for read in (lambda: layer(inputs()), layer.to_linear):
+        with pytest.raises(TypeError, match=r"as a DTensor\..*fully_shard.*unshard\(\)"):
+            read()
+    model.unshard()  # type: ignore[operator]
+    assert_bits_equal(layer.to_linear().weight, whole)
+
+
 def test_siblings_stay_in_the_memory_of_fully_shard(mesh: Any) -> None:
     layers = [
         fp8kit.Fp8Linear.from_linear(nn.Linear(64, n)).requires_grad_(False) for n in (64, 32)

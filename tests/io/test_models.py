@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fp8kit
@@ -569,6 +570,7 @@ def test_what_one_engine_does_not_load_is_saved_for_another(tmp_path: Path) -> N
     [
         (torch.eye(4).to_sparse(), "held in .* is a tensor of layout torch.sparse_coo"),
         (torch.zeros(4, dtype=torch.complex128), "The tensor 'held' is torch.complex128"),
+        (TwoTensor(torch.eye(4), torch.eye(4)), "held in .* is TwoTensor, made of other tensors"),
     ],
 )
 def test_tensors_that_no_file_can_hold_are_refused(tmp_path: Path, held: Tensor, said: str) -> None:

@@ -623,6 +623,26 @@ def test_files_that_divide_a_weight_from_its_scale_load_as_one(tmp_path: Path) -
             assert_same_tensors(other, wanted)
 
 
+@pytest.mark.parametrize("name", ["Llama", "Qwen3Moe"])
+def test_files_without_a_scheme_load_into_layers_that_hold_such_codes(
+    name: str, tmp_path: Path
+) -> None:
+    def made(scheme: str) -> Any:
+        model = tiny(name, num_hidden_layers=1)
+        fp8kit.convert(model, scheme)
+        return model
+
+    model, same, blocks = made("FP8_WEIGHT_ONLY"), made("FP8_WEIGHT_ONLY"), made("FP8_BLOCK")
+    hub.save_torch_model(model, tmp_path)
+    same.load_state_dict({n: torch.ones_like(t) for n, t in same.state_dict().items()})
+    fp8kit.load(tmp_path, same)
+    assert_same_tensors(same, model.state_dict())
+    schemes = {m.scheme.name for m in same.modules() if hasattr(m, "scheme")}
+    assert schemes == {"FP8_WEIGHT_ONLY"}
+    with pytest.raises(CheckpointError, match=r"in the checkpoint and .*FP8_BLOCK in the model"):
+        fp8kit.load(tmp_path, blocks)
+
+
 def test_an_exported_program_holds_the_same_weights(tmp_path: Path) -> None:
     model = plain()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import Dialect, JsonObject
@@ -68,7 +69,8 @@ def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:
             f"{name} in the state_dict is {odd[name]}.",
             "safetensors files hold plain tensors only.",
             "Keep such state outside of the state_dict (get_extra_state, or a buffer with "
-            "persistent=False), or as plain tensors.",
+            "persistent=False), or as plain tensors. Of layers that another library quantized, "
+            "save the dense weights, and quantize them again once they are loaded.",
         )
     absent = [n for n, t in state.items() if t.is_meta or is_distributed(t)]
     if absent:
@@ -231,6 +233,8 @@ def _unheld(held: object) -> str:
     """Describe a value that no safetensors file can hold; empty if a file can."""
     if not isinstance(held, Tensor):
         return f"{type(held).__name__}, not a tensor"
+    if is_traceable_wrapper_subclass(held) and not is_distributed(held):
+        return f"{type(held).__name__}, made of other tensors"
     return "" if held.layout == torch.strided else f"a tensor of layout {held.layout}"
 
 

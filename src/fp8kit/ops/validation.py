@@ -93,6 +93,7 @@ def check_quantized(name: str, q: object) -> None:
             "It must be a QTensor: codes with the scales they belong to.",
             "Make one with fp8kit.quantize (role='weight' for a weight).",
         )
+    check_local(f"{name}.data", q.data)
 
 
 def check_quantized_input(
@@ -135,17 +136,24 @@ def check_tensor(name: str, x: object) -> None:
             "Rows of one dense tensor are quantized.",
             f"Pass each tensor of {name}.unbind(); Fp8Linear takes layout=torch.jagged as it is.",
         )
-    if type(x).__name__ == "DTensor":  # importing the class takes long
-        raise InvalidType(
-            f"Got {name} as a DTensor.",
-            "Each process quantizes and multiplies tensors of its own.",
-            f"Pass {name}.to_local() where rows are whole, else {name}.full_tensor().",
-        )
+    check_local(name, x)
     if x.layout != torch.strided:
         raise InvalidType(
             f"Got {name} in the layout {x.layout}.",
             "Rows of dense tensors are quantized.",
             f"Pass {name}.to_dense().",
+        )
+
+
+def check_local(name: str, x: Tensor) -> None:
+    """Refuse a tensor of which each process holds a part."""
+    if type(x).__name__ == "DTensor":  # importing the class takes long
+        raise InvalidType(
+            f"Got {name} as a DTensor.",
+            "Each process quantizes and multiplies tensors of its own.",
+            f"Pass {name}.to_local() where rows are whole, else {name}.full_tensor(). What "
+            "fully_shard has split is whole in a call of the module that it wrapped, and after "
+            "that module's unshard().",
         )
 
 
@@ -365,6 +373,7 @@ def check_row_counts(m: object) -> tuple[int, ...]:
 
 def check_operands(x: Tensor, w: Tensor, bias: Tensor | None, accum: str) -> None:
     """Refuse operands of a matmul whose shapes, devices or options do not fit."""
+    check_local("w", w)
     if w.dim() != 2 or x.dim() == 0 or x.shape[-1] != w.shape[1]:
         raise InvalidValue(
             f"Got x of shape {tuple(x.shape)} and a weight of shape {tuple(w.shape)}.",

@@ -11,7 +11,7 @@ import torch
 
 from fp8kit.checkpoint.dialects import base
 from fp8kit.checkpoint.dialects.autofp8 import AUTOFP8 as AUTOFP8
-from fp8kit.checkpoint.dialects.bare import BARE
+from fp8kit.checkpoint.dialects.bare import BARE as BARE
 from fp8kit.checkpoint.dialects.base import Announcement as Announcement
 from fp8kit.checkpoint.dialects.base import Dialect as Dialect
 from fp8kit.checkpoint.dialects.base import Format as Format

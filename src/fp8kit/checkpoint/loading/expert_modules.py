@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit.checkpoint.loading.merged_weights import joined_scheme, other_scheme
+from fp8kit.checkpoint.loading.merged_weights import holds, joined_scheme, other_scheme
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.merged_names import Shapes, find
 from fp8kit.checkpoint.schema.naming import named
@@ -71,6 +71,8 @@ def experts_in_checkpoint(
         else:
             held_scheme = module.scheme.stored
             same = held_scheme.weight, held_scheme.activation
+            if not checkpoint.names_schemes and holds(held_scheme, scheme):
+                continue
             if same != (scheme.weight, scheme.activation) and held_scheme != joined_scheme(scheme):
                 raise other_scheme(holder, scheme, str(module.scheme))
     return found

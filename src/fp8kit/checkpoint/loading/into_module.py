@@ -15,7 +15,7 @@ from fp8kit.checkpoint.cache_scales import keep_cache_scales
 from fp8kit.checkpoint.exporting import AS_CONV1D, is_distributed
 from fp8kit.checkpoint.loading.expected import NewLayers, check_fit, expected_state, shapes_of, ties
 from fp8kit.checkpoint.loading.expert_modules import Experts, experts_in_checkpoint
-from fp8kit.checkpoint.loading.merged_weights import joined_scheme, other_scheme
+from fp8kit.checkpoint.loading.merged_weights import holds, joined_scheme, other_scheme
 from fp8kit.checkpoint.loading.own_loading import refuse_own_loading
 from fp8kit.checkpoint.loading.placement import Placement
 from fp8kit.checkpoint.schema.layers import Layer
@@ -235,6 +235,8 @@ def _layers_on_disk(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype
             if isinstance(module, Fp8Linear):
                 stored, joined = module.scheme.stored, len(route.sources) > 1
                 if stored == scheme or (joined and stored.activation == scheme.activation):
+                    continue
+                if not checkpoint.names_schemes and holds(stored, scheme):
                     continue
             if isinstance(module, Fp8Linear) or foreign or unlike_linear(module) or not target:
                 own = isinstance(module, Fp8Linear)

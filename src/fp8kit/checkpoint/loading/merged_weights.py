@@ -88,6 +88,12 @@ def not_finite(names: Sequence[str]) -> ConversionError:
     )
 
 
+def holds(held: Scheme, scheme: Scheme) -> bool:
+    """Return whether a layer of a scheme holds tensors such as those of another scheme."""
+    both = [(s.weight, s.static, s.dtype, s.rebased) for s in (held, scheme)]
+    return both[0] == both[1]
+
+
 def joined_scheme(scheme: Scheme) -> Scheme:
     """Return the scheme of a layer joined from several: scales per tensor become scales per row.
 

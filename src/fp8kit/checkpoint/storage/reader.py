@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 import torch
 from torch import Tensor
 
-from fp8kit.checkpoint.dialects import Dialect, JsonObject, Source, Spec
+from fp8kit.checkpoint.dialects import BARE, Dialect, JsonObject, Source, Spec, quantization_config
 from fp8kit.checkpoint.dialects.comfyui import ENTRY, METADATA, describes_layers
 from fp8kit.checkpoint.schema import decoding
 from fp8kit.checkpoint.schema.layers import Layer
@@ -81,6 +81,11 @@ class Checkpoint:
         count = Counter(i.dtype for n, i in self.tensors.items() if not self.is_scale(n))
         floats = [d for d, _ in count.most_common() if d in FLOATS]
         return floats[0] if floats else torch.bfloat16
+
+    @property
+    def names_schemes(self) -> bool:
+        """Whether it says how its layers compute, beyond their codes and scales."""
+        return self.dialect is not BARE or quantization_config(self.config) is not None
 
     @property
     def announced_but_dense(self) -> str:
