@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.formats import BLOCK, GROUP128, ROW, min_scale
+from fp8kit.formats import GROUP128, ROW, min_scale
 from fp8kit.matmul.hopper.tile_config import round_up
 from fp8kit.moe.hopper.launches import SCALES, Launch, integers, layer_variant, pointers
 from fp8kit.moe.hopper.source import OneTokenVariant, one_token_source
