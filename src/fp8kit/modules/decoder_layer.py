@@ -20,9 +20,9 @@ from fp8kit.modules.joining import MOST_JOINED_ROWS
 from fp8kit.modules.layer_replay import LayerReplay, find_replay
 from fp8kit.modules.own_forward import ModuleForward, is_unchanged, set_forward, settings
 from fp8kit.modules.trials import isolated_copy, on_trial, set_training
+from fp8kit.runtime.replay_cache import MOST_KEYS
 
 _PROBE_WIDTH = 8
-_MOST_SHAPES = 8  # of inputs whose replays a layer keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class ResidualForward(ModuleForward):
         found = self.flow.find_replay(layer, x)
         if found is not None:
             kept = {**self._replays, x.shape: found}
-            self._replays = dict([*kept.items()][-_MOST_SHAPES:])
+            self._replays = dict([*kept.items()][-MOST_KEYS:])  # as many as there are recordings
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what replays: addresses belong to the original."""
