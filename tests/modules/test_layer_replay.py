@@ -337,6 +337,21 @@ def test_a_layer_is_traced_with_symbolic_shapes(model: Any) -> None:
         assert_bits_equal(graph(x), compute(x))
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
+def test_an_argument_under_its_former_name_arrives(model: Any) -> None:
+    layer, twin = model.model.layers[0], copy.deepcopy(model.model.layers[0])
+    fresh, cache = (DynamicCache(config=model.config) for _ in range(2))
+    for step in range(2 * CALLS):
+        x = torch.randn(1, 1, 128, generator=torch.Generator().manual_seed(step)).bfloat16()
+        angles = model.model.rotary_emb(x, torch.tensor([[step]]))
+        passed = {"position_embeddings": angles, "use_cache": True}
+        with torch.no_grad():
+            y = layer(x, past_key_values=cache, **passed)
+            expected = type(twin).forward(twin, x, past_key_values=fresh, **passed)
+        assert_bits_equal(y, expected)
+    assert cache.get_seq_length() == fresh.get_seq_length() == 2 * CALLS
+
+
 class Twice(Counting):
     """Projects a second tensor, and gives its result in another dtype where ``wide``."""
 
