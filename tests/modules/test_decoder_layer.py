@@ -137,6 +137,28 @@ def test_gradients_flow(device: torch.device, sums: list[CodesCall]) -> None:
     assert x.grad.abs().sum() > 0
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+def test_every_layer_is_checkpointed(device: torch.device) -> None:
+    model: Any = llama(device)
+    fp8kit.convert(model)
+    model.requires_grad_(False).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    gain = torch.ones(128, device=device, requires_grad=True)
+    computed: list[nn.Module] = []
+
+    def multiplied(module: nn.Module, _: Any, y: Tensor) -> Tensor:
+        computed.append(module)
+        return y * gain
+
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_hook(multiplied)
+    x = torch.ones(1, 3, 128, device=device, dtype=torch.bfloat16)
+    model.model(inputs_embeds=x).last_hidden_state.float().sum().backward()
+    first, second = (layer.self_attn.o_proj for layer in model.model.layers)
+    assert computed == [first, second, second, first]
+    assert gain.grad is not None
+
+
 def layer_of(kind: type[nn.Module], config: Any) -> nn.Module:
     with torch.device("meta"):
         return kind(config, 0)
@@ -202,8 +224,7 @@ def test_a_multiplied_residual_is_noticed_in_each_layer() -> None:
 def test_a_forward_on_the_instance_is_kept() -> None:
     model = llama(torch.device("cpu"))
     layer = model.model.layers[0]
-    mine = layer.forward
-    layer.forward = mine
+    layer.forward = mine = functools.partial(layer.forward)
     fp8kit.convert(model)
     assert layer.forward is mine
     assert isinstance(model.model.layers[1].forward, ResidualForward)

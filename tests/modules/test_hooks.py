@@ -1,4 +1,4 @@
-"""Layers that are converted in place keep hooks, buffers and attributes that users attached."""
+"""Hooks, buffers and attributes of users: converted layers keep them; some end no fusion."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.utils.output_capturing import install_output_capuring_hook
 
 import fp8kit
 from fp8kit.integrations.quantizer_of_layers import restore_dense
-from numerics import relative_error
+from fp8kit.modules.hooks import is_watched
+from numerics import assert_bits_equal, relative_error
+from recorded_calls import install
+from replayed_layers import CALLS, is_replayed, of_attention, run
+from tiny_experts import tiny
 
 
 class Hung(nn.Module):
@@ -91,3 +97,62 @@ def test_a_scale_of_somebody_is_not_taken_for_ours() -> None:
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
     model[0].register_buffer("weight_scale", torch.ones(()))
     assert [r.name for r in fp8kit.convert(model).converted] == ["1"]
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    install(monkeypatch)
+    model = of_attention(LlamaAttention)
+    for _ in range(CALLS):
+        run(model)
+    return model
+
+
+def test_a_model_that_gave_hidden_states_is_still_replayed(replayed: Any) -> None:
+    expected = run(replayed)
+    replayed.set_attn_implementation("eager")
+    seen = replayed(torch.tensor([[1]]), output_hidden_states=True, output_attentions=True)
+    assert len(seen.hidden_states) == 3
+    assert all(states.isfinite().all() for states in seen.hidden_states)
+    assert [weights.unique().item() for weights in seen.attentions] == [1, 1]
+    assert all(layer.self_attn._forward_hooks for layer in replayed.model.layers)
+    replayed.set_attn_implementation("sdpa")
+    assert is_replayed(replayed)
+    assert_bits_equal(run(replayed), expected)
+
+
+def test_a_hook_that_keeps_an_input_watches() -> None:
+    for key, watches in (("attentions", False), ("hidden_states", True)):
+        module = nn.Identity()
+        install_output_capuring_hook(module, key, 0)
+        assert is_watched(module)
+        assert is_watched(module, inputs_alone=True) is watches
+    module.register_forward_hook(lambda *_: None)
+    assert is_watched(module, inputs_alone=True)
+
+
+def put_back(model: nn.Module) -> nn.Module:
+    """Do as tools that wrap each ``forward`` and then restore it."""
+    for module in model.modules():
+        module.forward = module.forward  # type: ignore[method-assign]
+    return model
+
+
+def test_a_forward_that_was_put_back_ends_no_replay(replayed: Any) -> None:
+    expected = run(replayed)
+    put_back(replayed)
+    assert is_replayed(replayed)
+    assert_bits_equal(run(replayed), expected)
+    twin = copy.deepcopy(replayed)
+    assert not is_watched(twin.model.layers[0].mlp.down_proj)
+    replayed.model.layers[0].self_attn.v_proj.weight_scale.data.mul_(2)
+    assert not torch.equal(run(replayed), expected)
+    assert_bits_equal(run(twin), expected)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
+def test_a_model_whose_forwards_were_put_back_is_converted(kind: str) -> None:
+    model, other = tiny(kind), put_back(tiny(kind))
+    assert fp8kit.convert(other).summary() == fp8kit.convert(model).summary()
+    assert not any("forward" in vars(m) for m in other.modules() if isinstance(m, nn.Linear))
+    assert_bits_equal(run(other, 3), run(model, 3))

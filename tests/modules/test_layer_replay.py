@@ -232,6 +232,45 @@ def test_modes_and_shapes_are_told_apart(model: Any) -> None:
     assert is_replayed(model)
 
 
+def test_many_shapes_are_replayed_in_turn(model: Any) -> None:
+    shapes = range(1, 11)
+    for tokens in [*shapes] * 3:
+        run(model, tokens)
+    told.clear()
+    for tokens in shapes:
+        run(model, tokens)
+    assert not told
+
+
+def watched_projection(layer: Any) -> Any:
+    return layer.self_attn.q_proj.register_forward_hook(lambda *_: None).remove
+
+
+def watched_last_projection(layer: Any) -> Any:
+    return layer.mlp.down_proj.register_forward_hook(lambda *_: None).remove
+
+
+def kept_weight(layer: Any) -> Any:
+    gate = layer.mlp.gate_proj
+    gate.keep(gate.to_linear().weight.detach())
+    return lambda: setattr(gate, "original_weight", None)
+
+
+@pytest.mark.parametrize("forbid", [watched_projection, watched_last_projection, kept_weight])
+def test_a_layer_is_replayed_once_nothing_forbids_it(
+    forbid: Callable[[Any], Any], model: Any
+) -> None:
+    permit = [forbid(layer) for layer in model.model.layers]
+    for _ in range(2 * CALLS):
+        run(model)
+    assert not is_replayed(model)
+    for each in permit:
+        each()
+    for _ in range(CALLS - 1):
+        run(model)
+    assert is_replayed(model)
+
+
 def test_what_attention_writes_on_itself_arrives(model: Any) -> None:
     for _ in range(CALLS):
         run(model)
@@ -296,6 +335,21 @@ def test_a_layer_is_traced_with_symbolic_shapes(model: Any) -> None:
     with torch.no_grad():
         graph = make_fx(compute, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
         assert_bits_equal(graph(x), compute(x))
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
+def test_an_argument_under_its_former_name_arrives(model: Any) -> None:
+    layer, twin = model.model.layers[0], copy.deepcopy(model.model.layers[0])
+    fresh, cache = (DynamicCache(config=model.config) for _ in range(2))
+    for step in range(2 * CALLS):
+        x = torch.randn(1, 1, 128, generator=torch.Generator().manual_seed(step)).bfloat16()
+        angles = model.model.rotary_emb(x, torch.tensor([[step]]))
+        passed = {"position_embeddings": angles, "use_cache": True}
+        with torch.no_grad():
+            y = layer(x, past_key_values=cache, **passed)
+            expected = type(twin).forward(twin, x, past_key_values=fresh, **passed)
+        assert_bits_equal(y, expected)
+    assert cache.get_seq_length() == fresh.get_seq_length() == 2 * CALLS
 
 
 class Twice(Counting):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ import fp8kit
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared_input import SharedInput
 from numerics import assert_bits_equal
+from recorded_calls import install
 
 NAMES = ("weight", "weight_scale", "bias")
 
@@ -206,3 +210,26 @@ def test_what_is_saved_does_not_change_by_captures() -> None:
     model.cuda()
     assert saved(model.state_dict()) == before
     assert fp8kit.explain(model[0])
+
+
+def test_a_product_that_fails_leaves_nothing_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends, model, failing = install(monkeypatch), siblings(), [True]
+    own = backends.run
+
+    def run(*given: Any) -> Tensor:
+        if failing:
+            raise torch.OutOfMemoryError
+        return own(*given)
+
+    backends.run = run  # type: ignore[method-assign]
+    x = torch.ones(600, 256, dtype=torch.bfloat16)
+    kept = weakref.ref(x)
+    with pytest.raises(torch.OutOfMemoryError):
+        model[0](x)
+    del x
+    gc.collect()
+    assert kept() is None
+    failing.clear()
+    again = torch.ones(600, 256, dtype=torch.bfloat16)
+    for y, expected in zip(called(model, again), alone(model, again), strict=True):
+        assert_bits_equal(y, expected)

@@ -556,6 +556,7 @@ def test_real_backends_of_a_cpu_are_not_recorded(monkeypatch: pytest.MonkeyPatch
     for _ in range(3):
         assert_bits_equal(layer(x), operator(layer, x))
     assert layer.replays.launches(x.shape) is None
+    assert not layer.replays.has_recordings()
 
 
 @pytest.mark.gpu
@@ -616,6 +617,7 @@ def test_on_hopper_a_decode_step_is_recorded() -> None:
     for _ in range(3):
         layer(x)
     assert layer.replays.launches(x.shape) == 2
+    assert layer.replays.has_recordings()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

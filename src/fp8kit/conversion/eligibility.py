@@ -28,7 +28,7 @@ from fp8kit.formats import FLOATS
 from fp8kit.modules.dense import extras, is_linear, unlike_linear
 from fp8kit.modules.expert_stacks import ExpertStacks
 from fp8kit.modules.expert_tensors import ExpertTensors
-from fp8kit.modules.hooks import own_names
+from fp8kit.modules.hooks import is_replaced, own_names
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import held_bytes
 
@@ -114,7 +114,7 @@ class Eligibility:
         module = self._model.get_submodule(names[0])
         if isinstance(module, ExpertTensors):
             return ALREADY
-        if "forward" in vars(module):
+        if is_replaced(module):
             return "its forward was replaced on the instance"
         if hasattr(module, "_hf_hook"):
             return _DISPATCHED
@@ -212,15 +212,15 @@ def _of_state(module: nn.Module) -> str:
         return "its weight or bias is computed by a hook; remove weight_norm or pruning first"
     if hasattr(module, "_hf_hook"):
         return _DISPATCHED
-    return "its forward was replaced on the instance" if "forward" in vars(module) else ""
+    return "its forward was replaced on the instance" if is_replaced(module) else ""
 
 
 def _of_names_taken(module: nn.Module) -> str:
     """Return why attributes set on a layer forbid conversion: an FP8 layer uses their names."""
     held = {*vars(module), *module._buffers, *module._modules, *module._parameters}
     taken = held & own_names(Fp8Linear) - own_names(nn.Linear)
-    # methods set on the instance, except extra_repr, as FP8 layers print themselves
-    taken |= vars(module).keys() & set(dir(nn.Linear)) - {"extra_repr"}
+    # methods set on the instance; FP8 layers print themselves, and is_replaced looks at forward
+    taken |= vars(module).keys() & set(dir(nn.Linear)) - {"extra_repr", "forward"}
     return f"it has {some_of(sorted(taken))} of its own, and an FP8 layer too" if taken else ""
 
 
@@ -276,7 +276,7 @@ def _held_in_parts(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
         )
         for holder in model.modules()
         for attribute, value in vars(holder).items()
-        if attribute not in of_every_module
+        if attribute not in of_every_module and (attribute != "forward" or is_replaced(holder))
         for layer, part in _parts_of_layers(value, owners, seen)
     }
 

@@ -19,7 +19,7 @@ from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import is_conv1d, is_linear, linear_at
 from fp8kit.modules.expert_stacks import ExpertStacks
 from fp8kit.modules.expert_tensors import ExpertTensors
-from fp8kit.modules.hooks import become
+from fp8kit.modules.hooks import become, drop_restored
 from fp8kit.modules.library_experts import convert_experts
 from fp8kit.modules.linear import Fp8Linear
 
@@ -39,6 +39,8 @@ def replace_layers(
     _check_values(model, report)
     scales = _input_scales(model, scheme, report, calibrate)
     form, scheme = mx_forms.named_form(scheme), scheme.stored  # set_forms() rebases below
+    for module in model.modules():
+        drop_restored(module)
     for module, stacks in experts:
         convert_experts(module, stacks, scheme, weight_storage)
     made: dict[str, Fp8Linear | ExpertTensors] = {}

@@ -84,7 +84,8 @@ class Consumers:
             if member.scale_ub is not None or type(member).forward is not _LAYER_CODE:
                 return False
         # modules[0], the block, may have hooks: they do not see the stand-in
-        free = bool(members) and not is_watched(*modules[1:], *members)
+        free = bool(members) and not is_watched(*modules[1:], inputs_alone=True)
+        free = free and not is_watched(*members)
         return free and takes_codes(members[0].scheme) and not any_trained(*members)
 
     def __getstate__(self) -> dict[str, Any]:

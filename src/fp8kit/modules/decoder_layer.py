@@ -7,6 +7,7 @@ the new one agree on stub children (random functions): in order of calls, argume
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,14 +16,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fp8kit.modules.decorators import redecorated
 from fp8kit.modules.fused_producers import FusedGatedMlp, FusedNorm
 from fp8kit.modules.joining import MOST_JOINED_ROWS
 from fp8kit.modules.layer_replay import LayerReplay, find_replay
 from fp8kit.modules.own_forward import ModuleForward, is_unchanged, set_forward, settings
 from fp8kit.modules.trials import isolated_copy, on_trial, set_training
+from fp8kit.runtime.replay_cache import MOST_KEYS
 
 _PROBE_WIDTH = 8
-_MOST_SHAPES = 8  # of inputs whose replays a layer keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +127,10 @@ class ResidualForward(ModuleForward):
         """Compute the layer."""
         layer = self._ref() or self.module
         # first, because torch.compile guards on every attribute that is read before this return
-        if torch.compiler.is_compiling() or args or not self._is_known(layer):
+        if torch.compiler.is_compiling() or args or not self._may_compute(layer):
             return type(layer).forward(layer, hidden_states, *args, **kwargs)
+        if not kwargs.keys() <= self.defaults.keys():
+            kwargs = _renaming(self.code)(layer, hidden_states, **kwargs)
         passed = {**self.defaults, **kwargs}
         plain = type(hidden_states) is Tensor  # the shape of a traced one may not be hashable
         found = self._replays.get(hidden_states.shape) if plain else None
@@ -147,13 +151,15 @@ class ResidualForward(ModuleForward):
         found = self.flow.find_replay(layer, x)
         if found is not None:
             kept = {**self._replays, x.shape: found}
-            self._replays = dict([*kept.items()][-_MOST_SHAPES:])
+            self._replays = dict([*kept.items()][-MOST_KEYS:])  # as many as there are recordings
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what replays: addresses belong to the original."""
         return {**super().__getstate__(), "_replays": {}}
 
-    def _is_known(self, layer: nn.Module) -> bool:
+    def _may_compute(self, layer: nn.Module) -> bool:
+        if layer.training and torch.is_grad_enabled():  # the class may checkpoint activations
+            return False
         return type(layer).forward is self.code and is_unchanged(layer, self.settings)
 
 
@@ -222,6 +228,20 @@ class RandomChild(nn.Module):
 def _normed(children: Mapping[str, nn.Module | None], name: str | None, x: Tensor) -> Tensor:
     norm = None if name is None else children[name]
     return x if norm is None else cast(Tensor, norm(x))
+
+
+@functools.cache
+def _renaming(code: Any) -> Any:
+    """Return a function that gives keyword arguments of a ``forward`` the names it computes by.
+
+    Its decorators may take an argument under an old name, too.
+    """
+
+    def forward(layer: nn.Module, hidden_states: Tensor, **kwargs: Any) -> dict[str, Any]:
+        del layer, hidden_states
+        return kwargs
+
+    return redecorated(code, forward)
 
 
 def _arguments(layer: nn.Module) -> dict[str, Any]:

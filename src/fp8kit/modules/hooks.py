@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Collection
 from typing import Any
 
@@ -52,18 +53,36 @@ class ClassForward:
     """A ``forward`` on an instance that only runs the code of its class, so it watches nothing."""
 
 
-def is_replaced(forward: object) -> bool:
-    """Return whether ``vars(module).get("forward")`` is code other than the class's."""
-    return forward is not None and not isinstance(forward, ClassForward)
+def is_replaced(module: nn.Module) -> bool:
+    """Return whether a module has a ``forward`` that runs other code than its class's.
+
+    Tools that wrap a ``forward`` put back the class's, bound to the module.
+    """
+    forward = vars(module).get("forward")
+    if forward is None or isinstance(forward, ClassForward):
+        return False
+    bound = isinstance(forward, types.MethodType) and forward.__self__ is module
+    return not (bound and forward.__func__ is type(module).forward)
 
 
-def is_watched(*modules: nn.Module) -> bool:
-    """Return whether a hook, another ``forward`` or ``compile()`` sees inputs or results."""
-    for own in map(vars, modules):
+def drop_restored(module: nn.Module) -> None:
+    """Drop a ``forward`` that is only the class's, before the module becomes of another class."""
+    if isinstance(vars(module).get("forward"), types.MethodType) and not is_replaced(module):
+        del module.forward
+
+
+def is_watched(*modules: nn.Module, inputs_alone: bool = False) -> bool:
+    """Return whether a hook, another ``forward`` or ``compile()`` sees inputs or results.
+
+    With ``inputs_alone``, a hook of Transformers that keeps results does not count.
+    """
+    for module in modules:
+        own = vars(module)
+        hooks = own["_forward_hooks"]
         if (
-            ("forward" in own and is_replaced(own["forward"]))
+            ("forward" in own and is_replaced(module))
             or own.get("_compiled_call_impl") is not None
-            or own["_forward_hooks"]
+            or (hooks and not (inputs_alone and all(map(_keeps_results, hooks.values()))))
             or own["_forward_pre_hooks"]
             or own["_backward_hooks"]
             or own["_backward_pre_hooks"]
@@ -72,9 +91,20 @@ def is_watched(*modules: nn.Module) -> bool:
     return bool(_has_any_global_hook())
 
 
+def _keeps_results(hook: Any) -> bool:
+    """Return whether a hook is one that Transformers leaves on modules once a call asks for output.
+
+    Those for hidden states also keep an input.
+    """
+    if getattr(hook, "__module__", "") != "transformers.utils.output_capturing":
+        return False
+    held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+    return "key" in held and held["key"].cell_contents != "hidden_states"
+
+
 def arrives_with_its_call(module: nn.Module) -> bool:
     """Return whether a module may get its weights only when it is called, as by offloading.
 
     Before that call its weights must not be computed with, wherever they seem to be.
     """
-    return "forward" in vars(module) or bool(module._forward_pre_hooks)
+    return is_replaced(module) or bool(module._forward_pre_hooks)

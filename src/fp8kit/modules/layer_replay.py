@@ -95,28 +95,31 @@ def find_replay(
     if not isinstance(mlp, FusedGatedMlp):
         return None
     groups = norm.consumers.group, sum_norm.consumers.group
-    # in this order, as a layer that is never replayed pays for it at every call
-    if not all(group.replays for group in groups) or (first := _readers(norm, x)) is None:
+    # the cheapest reasons come first: a layer that is never replayed looks at every call
+    if not all(group.replays.has_recordings() for group in groups):
+        return None
+    first = _readers(norm, x)
+    last = None if first is None else _behind(sum_norm, mlp, x)
+    if first is None or last is None:
         return None
     of_first = groups[0].recorded(_codes(norm, x))
-    last = None if of_first is None else _behind(sum_norm, mlp, x)
-    gated = None if last is None else mlp.gated(_codes(sum_norm, x, x), groups[1])
+    gated = None if of_first is None else mlp.gated(_codes(sum_norm, x, x), groups[1])
     of_last = None if gated is None else groups[1].recorded(*gated)
-    if of_first is None or last is None or of_last is None:
+    if of_first is None or of_last is None:
         return None
     return LayerReplay(Replay(norm, first, of_first), Replay(sum_norm, last, of_last), mlp)
 
 
 def _readers(norm: FusedNorm, x: Tensor) -> Layers | None:
     """Return the layers that read a norm of ``x`` if they may get its codes."""
-    return _followed(norm.consumers.group.members) if norm.may_offer(x) else None
+    layers = _followed(norm.consumers.group.members)
+    return layers if layers is not None and norm.may_offer(x) else None
 
 
 def _behind(norm: FusedNorm, mlp: FusedGatedMlp, x: Tensor) -> Layers | None:
     """Return the layers of a feed-forward if it may be fused with a norm of tensors like ``x``."""
-    free = norm.may_offer(x) and mlp.is_unaltered() and not is_watched(mlp)
-    layers: Any = mlp.known_layers() if free else None
-    return None if layers is None else _followed(layers)
+    layers: Any = None if is_watched(mlp) or not mlp.is_unaltered() else mlp.known_layers()
+    return None if layers is None or not norm.may_offer(x) else _followed(layers)
 
 
 def _followed(layers: Layers) -> Layers | None:

@@ -11,13 +11,14 @@ import functools
 import itertools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fp8kit.fused import operators, reference
 from fp8kit.modules import fused_module
+from fp8kit.modules.decorators import copied, innermost, redecorated
 from fp8kit.modules.hooks import ClassForward
 from fp8kit.modules.own_forward import ModuleForward
 from fp8kit.modules.trials import on_trial
@@ -40,7 +41,7 @@ class RotaryForward(ModuleForward, ClassForward):
 
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Sequence[Tensor]:
         """Rotate heads as ``forward`` does; arguments are those of ``reference.rotated``."""
-        rotary = _innermost(self._copied(self.module)).__globals__.get(FUNCTION)
+        rotary = innermost(self._copied(self.module)).__globals__.get(FUNCTION)
         return (q, k) if rotary is None else rotary(q, k, cos, sin)
 
     def _copied(self, module: nn.Module) -> Any:
@@ -85,33 +86,10 @@ class _Names(dict[str, Any]):
 
 def calls_rotary(forward: object) -> bool:
     """Return whether a function calls an ``apply_rotary_pos_emb`` that our kernel can replace."""
-    inner = _innermost(forward)
+    inner = innermost(forward)
     if not isinstance(inner, types.FunctionType) or FUNCTION not in inner.__code__.co_names:
         return False
     return _rotates(inner.__globals__.get(FUNCTION))
-
-
-def _innermost(forward: Any) -> Any:
-    """Return the function inside decorators, such as one that renames arguments."""
-    while (inner := _decorated(forward)) is not None:
-        forward = inner
-    return forward
-
-
-def _decorated(function: Any) -> Any:
-    """Return the function that a decorator's wrapper calls; ``None`` if it is not known."""
-    if hasattr(function, "_torchdynamo_orig_callable"):  # compiled code has its own globals
-        return None
-    inner = getattr(function, "__wrapped__", None)
-    cells = getattr(function, "__closure__", None) or ()
-    return inner if any(_holds(cell, inner) for cell in cells) else None
-
-
-def _holds(cell: types.CellType, value: object) -> bool:
-    try:
-        return cell.cell_contents is value
-    except ValueError:  # the cell is empty
-        return False
 
 
 @functools.cache
@@ -135,26 +113,12 @@ def _with_rotary(forward: Any) -> Callable[..., Any]:
     """Copy a function, with ``apply_rotary_pos_emb`` bound to our rotary embedding."""
     if not calls_rotary(forward):
         return forward
-    inner = _decorated(forward)
-    if inner is not None:
-        ours = types.CellType(_with_rotary(inner))
-        cells = tuple(ours if _holds(cell, inner) else cell for cell in forward.__closure__)
-        made = _copy(forward, forward.__globals__, cells)
-        vars(made).update(vars(forward), __wrapped__=ours.cell_contents)
-        return made
-    outer = forward.__globals__
+    inner = innermost(forward)
+    outer = inner.__globals__
     # Python reads __package__, __builtins__ and the like without calling __missing__
     names = _Names({name: outer[name] for name in outer if name.startswith("__")})
     names.outer, names[FUNCTION] = outer, _Rotary(outer)
-    return _copy(forward, names, forward.__closure__)
-
-
-def _copy(function: Any, names: dict[str, Any], cells: Any) -> Callable[..., Any]:
-    made = types.FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, cells
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    return cast(Callable[..., Any], redecorated(forward, copied(inner, names, inner.__closure__)))
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:

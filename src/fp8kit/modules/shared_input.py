@@ -175,7 +175,7 @@ class SharedInput:
         keep_for(stream, pending, *codes.inputs)
         member.check_input(x)
         self._watch_capture(codes.data)
-        return member.multiply(codes)
+        return self._multiplied(member, codes)
 
     def offer(self, stand_in: Tensor, codes: RowCodes) -> None:
         """Keep codes for members that are called with ``stand_in``, which multiply them.
@@ -242,7 +242,15 @@ class SharedInput:
         stream = stream_of(x)
         rest: Results = {id(m): (None, weight_state(m, stream)) for m in self.members[1:]}
         self._pending = Pending(x, input_state(x), rest, codes, self._copied(x), stream)
-        return member.multiply(codes)
+        return self._multiplied(member, codes)
+
+    def _multiplied(self, member: Fp8Linear, codes: RowCodes) -> Tensor:
+        """Multiply; where that fails, as without memory, nothing waits and keeps more of it."""
+        try:
+            return member.multiply(codes)
+        except BaseException:
+            self._pending = None
+            raise
 
     def _copied(self, x: Tensor) -> Tensor | None:
         host = type(x) is Tensor and x.device.type == "cpu" and not is_traced()

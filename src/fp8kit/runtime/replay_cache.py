@@ -187,6 +187,10 @@ class ReplayCache(dict[Key, Entry]):
             result = operator.body(*arguments)
         return result
 
+    def has_recordings(self) -> bool:
+        """Return whether any call can be replayed."""
+        return any(entry.recording is not None for entry in list(self.values()))
+
     def launches(self, shape: torch.Size) -> int | None:
         """Return the number of launches recorded for a first input of a shape; ``None`` if none."""
         for (_, _, _, first, *_), entry in list(self.items()):

@@ -132,15 +132,15 @@ def _kind(module: nn.Module) -> Any:
     held = {**vars(module), **module._parameters, **module._modules, **module._buffers}
     switches = (type(None), bool, str)
     kinds = [(n, v) if isinstance(v, switches) else (n, type(v)) for n, v in held.items()]
-    own = vars(module).get("forward")
-    return type(module), id(own) if is_replaced(own) else None, frozenset(kinds)
+    own = id(vars(module)["forward"]) if is_replaced(module) else None
+    return type(module), own, frozenset(kinds)
 
 
 def _roots(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Return the functions of a module that may run when a model is used, by name."""
     seen: set[str] = set()
     for name, value in vars(module).items():
-        if name == "forward" and is_replaced(value):
+        if name == "forward" and is_replaced(module):
             seen.add(name)
             yield from ((name, f) for f in [_function(_function(value))] if _is_python(f))
     for cls in type(module).__mro__:
