@@ -67,7 +67,9 @@ struct Ring {
   u32 w, x, scales;
 };
 
-constexpr u64 EVICT_LAST = 0x14F0000000000000ull;  // L2 policy
+constexpr u64 EVICT_NORMAL = 0x1000000000000000ull, EVICT_LAST = 0x14F0000000000000ull;  // L2 policies
+// With 48 to 80 tokens in a tile the rows of pairs still fit the L2 until they are added, if weights do not stay.
+constexpr u64 OF_WEIGHTS = TILE_TOKENS > 32 && TILE_TOKENS < 128 ? EVICT_NORMAL : EVICT_LAST;
 
 template <typename Product>
 __device__ __forceinline__ void load_weights(const Operands<Product>& of, TileWalk tile, const Ring& ring,
@@ -95,11 +97,11 @@ __device__ __forceinline__ void load_weights(const Operands<Product>& of, TileWa
         if (SCALES)
           tma_load(ring.scales + next.index * SCALE_STAGE_BYTES, of.token_scale_map, tile.row, step, ready, EVICT_LAST);
         const int col = step * CHUNKS * TILE_K;
-        tma_load(at, of.first_map, col, row, ready, EVICT_LAST);
+        tma_load(at, of.first_map, col, row, ready, OF_WEIGHTS);
         if (CHUNKS == 1)
-          tma_load(at + HALF_BYTES, of.second_map, col, row + of.second_map_row, ready, EVICT_LAST);
+          tma_load(at + HALF_BYTES, of.second_map, col, row + of.second_map_row, ready, OF_WEIGHTS);
         else
-          tma_load(at + HALF_BYTES, of.first_map, col + TILE_K, row, ready, EVICT_LAST);
+          tma_load(at + HALF_BYTES, of.first_map, col + TILE_K, row, ready, OF_WEIGHTS);
       }
       next.advance();
     }
