@@ -21,7 +21,7 @@ from fp8kit.formats import (
     fp8_format,
     min_scale,
 )
-from fp8kit.ops import bodies, operators, validation
+from fp8kit.ops import bodies, operators, scale_validation, validation
 from fp8kit.runtime import settings
 from fp8kit.runtime.replay_cache import call_on
 
@@ -83,12 +83,12 @@ def quantize(
         )
     floor = min_scale(group, dtype, role)
     if scale is not None:
-        validation.check_static_options(scale_ub, scale_rounding, scale_layout)
-        validation.check_static_scale(scale, x, group)
+        scale_validation.check_static_options(scale_ub, scale_rounding, scale_layout)
+        scale_validation.check_static_scale(scale, x, group)
         data = operators.QUANTIZE_STATIC(x, scale, (group.rows, group.cols), dtype)
         return QTensor(data, scale, group)
     rounding = validation.check_rounding(scale_rounding, group)
-    validation.check_scale_ub(scale_ub, x)
+    scale_validation.check_scale_ub(scale_ub, x)
     validation.check_layout(scale_layout, group)
     options = (floor, scale_ub, rounding, scale_layout)
     data, found = operators.QUANTIZE(x, (group.rows, group.cols), dtype, *options)
@@ -238,8 +238,8 @@ def linear(
         validation.check_codes("w_q", w_q.data.dtype, Scheme.of(scheme))
     activation, rounding = validation.activation_format(w_q.group, scheme, input_scale)
     if input_scale is not None:
-        validation.check_input_scale(input_scale, x.shape, x.device)
-    validation.check_scale_ub(scale_ub, x)
+        scale_validation.check_input_scale(input_scale, x.shape, x.device)
+    scale_validation.check_scale_ub(scale_ub, x)
     if scale_ub is not None and (activation is None or input_scale is not None):
         raise InvalidValue(
             "Got scale_ub for activations that have no scale of their own.",

@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8kit.errors import InvalidType, InvalidValue, check_choice
 from fp8kit.formats import ROW, TENSOR, GroupShape, check_group, fp8_format, min_scale
 from fp8kit.fused.problem import ROUNDINGS
-from fp8kit.ops import validation
+from fp8kit.ops import scale_validation, validation
 
 
 class QuantizeOptions(TypedDict, total=False):
@@ -118,9 +118,9 @@ def _checked(
             "Use fp8kit.ROW, GROUP128 or MX, or TENSOR with scale=.",
         )
     if scale is not None:
-        validation.check_static_options(scale_ub, scale_rounding, scale_layout)
-        validation.check_static_scale(scale, x, group)
-    validation.check_scale_ub(scale_ub, x)
+        scale_validation.check_static_options(scale_ub, scale_rounding, scale_layout)
+        scale_validation.check_static_scale(scale, x, group)
+    scale_validation.check_scale_ub(scale_ub, x)
     rounding = validation.check_rounding(scale_rounding, group)
     validation.check_layout(scale_layout, group)
     floor = min_scale(group, dtype, "activation")

@@ -19,7 +19,7 @@ from fp8kit.moe.activation import Activation
 from fp8kit.moe.arguments import check_activation, check_rows, stacked_scale
 from fp8kit.moe.functional import experts
 from fp8kit.moe.routing import tokens_per_expert
-from fp8kit.ops import validation
+from fp8kit.ops import scale_validation, validation
 
 Routing = Callable[[Tensor], tuple[Tensor, Tensor]]
 _SWIGLU = Activation()
@@ -187,7 +187,7 @@ class Fp8Experts(ExpertTensors):
                 q.group, scheme.stored if scheme.rebased else scheme, input_scale
             )
             if input_scale is not None:
-                validation.check_input_scale(input_scale, q.shape, q.device, wait=True)
+                scale_validation.check_input_scale(input_scale, q.shape, q.device, wait=True)
             whole = QTensor(q.data, stacked_scale(q).contiguous(), q.group)
             for key, tensor in stored_tensors(whole, scheme, name).items():
                 layer._hold(key, tensor)

@@ -36,7 +36,7 @@ from fp8kit.modules.parameters import (
 )
 from fp8kit.modules.pending import check_written
 from fp8kit.modules.tracing import traced
-from fp8kit.ops import operators, validation
+from fp8kit.ops import operators, scale_validation, validation
 from fp8kit.ops.operators import CodesCall, RowCodes
 from fp8kit.runtime import settings
 from fp8kit.runtime.replay_cache import Options, ReplayCache
@@ -187,7 +187,7 @@ class Fp8Linear(nn.Linear):
         for name, tensor in stored_tensors(weight, scheme).items():
             setattr(layer, name, frozen(tensor))
         if input_scale is not None:
-            validation.check_input_scale(input_scale, weight.shape, weight.device, wait=True)
+            scale_validation.check_input_scale(input_scale, weight.shape, weight.device, wait=True)
             layer.input_scale = frozen(input_scale)
         if bias is not None:
             layer.bias = bias if isinstance(bias, nn.Parameter) else frozen(bias)

@@ -9,7 +9,7 @@ from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import TENSOR, GroupShape, QTensor, Scheme, check_strided
 from fp8kit.moe.activation import Activation
 from fp8kit.moe.routing import check_routing
-from fp8kit.ops import validation
+from fp8kit.ops import scale_validation, validation
 
 _INTEGERS = (torch.int32, torch.int64)
 # codes, bias and input scale of one of the two weights
@@ -77,7 +77,7 @@ def check_layer(x: Tensor, first: Weight, second: Weight, activation: Activation
         if bias is not None:
             validation.check_operand(f"bias{name}", bias, (q.shape[0], q.shape[1]), x, None)
         if input_scale is not None:
-            validation.check_input_scale(input_scale, x.shape, x.device)
+            scale_validation.check_input_scale(input_scale, x.shape, x.device)
 
 
 def check_routes(x: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None) -> None:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fp8kit
 from fp8kit.formats import MX, ROW, TENSOR
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.ops.validation import check_input_scale, check_static_scale
+from fp8kit.ops.scale_validation import check_input_scale, check_static_scale
 
 X = torch.randn(3, 64)
 ONE = torch.ones(1, 1)
