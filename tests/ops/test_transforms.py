@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,14 @@ from fp8kit.formats import SCHEMES
 
 # torch's own code for transforms is scripted when it is first used
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def forget_what_was_skipped() -> Iterator[None]:
+    """Let later tests compile: Dynamo skips a layer's ``forward`` for ever once its graph broke."""
+    yield
+    torch._dynamo.reset()
+
 
 DYNAMIC = [name for name, scheme in SCHEMES.items() if not scheme.static]
 

@@ -20,9 +20,9 @@ from fp8kit.dispatch.backends import require
 from fp8kit.formats import GroupShape
 from fp8kit.fused import reference
 from fp8kit.fused.problem import FUSED_BACKENDS, CodesFormat, FusedBackend, FusedProblem
-from fp8kit.ops.registration import refuse_backward, register
+from fp8kit.ops.registration import refuse_backward, register, replay_before_autograd
 from fp8kit.quantizers.scale_layout import empty_scale
-from fp8kit.runtime.replay_cache import Operator, replayed
+from fp8kit.runtime.replay_cache import Operator, Replayed
 
 _CODES_FORMAT = (
     "Tensor? scale, int[2] group, ScalarType dtype, float min_scale, Tensor? scale_ub,"
@@ -143,12 +143,15 @@ for _schema, _impl, _fake in (
         _concatenated_activation_fake,
     ),
 ):
+    _body = Replayed(_impl)
+    _name = register(_schema, _body, _fake)
     refuse_backward(
-        register(_schema, replayed(_impl), _fake),
+        _name,
         "A gradient through a fused norm or activation was requested.",
         "Its result is FP8 codes, which have none.",
         "Use the unfused norm or activation and fp8kit.linear, or wrap it in torch.no_grad().",
     )
+    replay_before_autograd(_name, _body.replay)
 
 
 def rms_normed(

@@ -24,12 +24,12 @@ from fp8kit.matmul.problem import (
 from fp8kit.quantizers import reference
 from fp8kit.quantizers.problem import QUANTIZER_BACKENDS, QuantizeProblem, QuantizerBackend
 from fp8kit.quantizers.scale_layout import empty_codes, product_layout
-from fp8kit.runtime.replay_cache import replayed
+from fp8kit.runtime.replay_cache import Replayed
 
 Group = Sequence[int]  # rows and columns of a ``GroupShape``
 
 
-@replayed
+@Replayed
 def quantize(
     x: Tensor,
     group: Group,
@@ -45,7 +45,7 @@ def quantize(
     return backend.quantize(x, shape, dtype, min_scale, scale_ub, scale_rounding, scale_layout)
 
 
-@replayed
+@Replayed
 def quantize_static(x: Tensor, scale: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
     """Quantize with given scales; see ``functional.quantize``."""
     shape = GroupShape(*group)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from fp8kit.errors import UnsupportedError
 
+_frames: Any = torch._C._dynamo.eval_frame
+_SKIP = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
 library: Any = torch.library.Library("fp8kit", "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -20,10 +23,10 @@ def register(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) ->
     # operators take any strides; without the tag Inductor recomputes an input for each reader
     library.define(schema, tags=torch.Tag.flexible_layout)
     name = schema.partition("(")[0]
-    library.impl(name, impl, "CompositeExplicitAutograd")
+    library.impl(name, _untraced(impl), "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp8kit::{name}", fake, lib=library)
     for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        library.impl(name, _outside_autocast(name, device_type), key)
+        library.impl(name, _untraced(_outside_autocast(name, device_type)), key)
     return f"fp8kit::{name}"
 
 
@@ -34,6 +37,37 @@ def refuse_backward(name: str, *said: str) -> None:
         raise UnsupportedError(*said)
 
     torch.library.register_autograd(name, backward, lib=library)
+
+
+def replay_before_autograd(name: str, replay: Callable[..., Any]) -> None:
+    """Repeat recorded launches before torch's autograd kernel, whose Python takes longer than they.
+
+    ``replay`` has the arguments of the operator ``name``. It returns ``None`` where no recording
+    fits, which includes all that needs the kernel: gradients, modes, tracers and subclasses. It is
+    for operators whose autograd rule is registered already.
+    """
+    for key in ("AutogradCPU", "AutogradCUDA"):
+        own = torch.library.get_kernel(name, key)
+        library.impl(name, _untraced(_replaying(replay, own)), key, with_keyset=True)
+
+
+def _untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep Dynamo out of a kernel and of all that it calls.
+
+    Behind a graph break operators run where Dynamo watches, and it would trace their Python as the
+    user's. ``torch.compiler.disable`` does the same, and would import Dynamo for every process.
+    """
+    called = kernel if isinstance(kernel, FunctionType) else type(kernel).__call__
+    _frames.set_code_exec_strategy(called.__code__, _SKIP)
+    return kernel
+
+
+def _replaying(replay: Callable[..., Any], own: Any) -> Callable[..., Any]:
+    def kernel(keys: Any, *args: Any) -> Any:
+        result = replay(*args)
+        return own.call_boxed(keys, *args) if result is None else result
+
+    return kernel
 
 
 def _outside_autocast(name: str, device_type: str) -> Callable[..., Any]:

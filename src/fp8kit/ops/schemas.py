@@ -7,7 +7,7 @@ name all arguments. Groups are passed as ``[rows, cols]``; the callers (``functi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,22 @@ from torch import Tensor
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import GroupShape
 from fp8kit.ops import bodies
-from fp8kit.ops.registration import library, refuse_backward, register
+from fp8kit.ops.registration import library, refuse_backward, register, replay_before_autograd
 from fp8kit.quantizers.scale_layout import empty_scale
 from fp8kit.runtime.joined_memory import as_one
-from fp8kit.runtime.replay_cache import Operator, cache_on, call_on, hashable
+from fp8kit.runtime.replay_cache import (
+    Operands,
+    Operator,
+    Options,
+    cache_on,
+    call_on,
+    hashable,
+    replay_on,
+)
 from fp8kit.runtime.weight_hazards import join
+
+# arguments of ``call_on``
+_Call = tuple[Tensor, Operator, Sequence[Tensor], Operands, Options]
 
 # below torch.library no compiler, autograd or mode is active, so both forms are the body
 _SCALED_MM_BODY = Operator(bodies.scaled_mm, bodies.scaled_mm)
@@ -39,7 +50,7 @@ def _elementwise_fake(x: Tensor, scale: Tensor, group: Sequence[int], dtype: tor
     return x.new_empty(x.shape, dtype=dtype)
 
 
-def _scaled_mm(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) -> Tensor:
+def _scaled_mm_call(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) -> _Call:
     w_scale, bias, x_group, w_group, *rest = others
     inputs: tuple[Tensor, ...] = (x,)
     constants: tuple[Tensor | None, ...] = (w, w_scale, bias)
@@ -48,7 +59,11 @@ def _scaled_mm(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) -> Te
     else:
         inputs = (x, x_scale)
     options = (hashable(x_group), hashable(w_group), *rest)
-    return call_on(w, _SCALED_MM_BODY, inputs, constants, options)
+    return w, _SCALED_MM_BODY, inputs, constants, options
+
+
+def _scaled_mm(*arguments: Any) -> Tensor:
+    return call_on(*_scaled_mm_call(*arguments))
 
 
 def _scaled_mm_fake(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) -> Tensor:
@@ -56,10 +71,14 @@ def _scaled_mm_fake(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) 
     return x.new_empty(x.shape[0], w.shape[0], dtype=out_dtype)
 
 
-def _linear(x: Tensor, *others: Any) -> Tensor:
+def _linear_call(x: Tensor, *others: Any) -> _Call:
     constants, (x_group, w_group, *rest) = others[:5], others[5:]
     options = (hashable(x_group), hashable(w_group), *rest)
-    return call_on(constants[0], _LINEAR_BODY, (x,), constants, options)
+    return constants[0], _LINEAR_BODY, (x,), constants, options
+
+
+def _linear(*arguments: Any) -> Tensor:
+    return call_on(*_linear_call(*arguments))
 
 
 def _linear_fake(x: Tensor, w: Tensor, *others: Any) -> Tensor:
@@ -67,7 +86,7 @@ def _linear_fake(x: Tensor, w: Tensor, *others: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], w.shape[0], dtype=out_dtype or x.dtype)
 
 
-def _joined_linear(
+def _joined_call(
     x: Tensor,
     w: list[Tensor],
     w_scale: list[Tensor],
@@ -76,19 +95,31 @@ def _joined_linear(
     x_group: Sequence[int],
     w_group: Sequence[int],
     *rest: Any,
+) -> _Call:
+    held = (*w, *w_scale, *bias, scale_ub)
+    return w[0], _JOINED_BODY, (x,), held, (tuple(x_group), tuple(w_group), *rest)
+
+
+def _joined_linear(
+    x: Tensor,
+    w: list[Tensor],
+    w_scale: list[Tensor],
+    bias: list[Tensor],
+    scale_ub: Tensor | None,
+    *groups_and_rest: Any,
 ) -> Tensor:
-    options = (tuple(x_group), tuple(w_group), *rest)
-    held, cache = (*w, *w_scale, *bias, scale_ub), cache_on(w[0])
-    y: Tensor | None = cache.replay(_JOINED_BODY, (x,), held, options)
+    call = _joined_call(x, w, w_scale, bias, scale_ub, *groups_and_rest)
+    y: Tensor | None = replay_on(*call)
     if y is not None:
         return y
+    first, body, inputs, held, options = call
     weight, scale, biases = as_one(w), as_one(w_scale), as_one(bias) if bias else None
     if weight is None or scale is None or (bias and biases is None):
         none: list[Tensor | None] = [None] * len(w)
         each = zip(w, w_scale, bias or none, strict=True)
         return torch.cat([_linear(x, *layer, None, scale_ub, *options) for layer in each], -1)
     constants = (join(weight, w), scale, biases, None, scale_ub)
-    y = cache.run(_JOINED_BODY, (x,), constants, options, held)
+    y = cache_on(first).run(body, inputs, constants, options, held)
     return y
 
 
@@ -169,3 +200,17 @@ for _op in (QUANTIZE, QUANTIZE_STATIC, DEQUANTIZE, SCALED_MM, JOINED_LINEAR):
         "Only fp8kit.linear and Fp8Linear are differentiable, in their input and bias.",
         "Use one of them, or wrap the call in torch.no_grad().",
     )
+
+
+def _replaying(call: Callable[..., _Call]) -> Callable[..., Any]:
+    return lambda *arguments: replay_on(*call(*arguments))
+
+
+for _op, _replay in (
+    (QUANTIZE, bodies.quantize.replay),
+    (QUANTIZE_STATIC, bodies.quantize_static.replay),
+    (SCALED_MM, _replaying(_scaled_mm_call)),
+    (LINEAR, _replaying(_linear_call)),
+    (JOINED_LINEAR, _replaying(_joined_call)),
+):
+    replay_before_autograd(_op, _replay)

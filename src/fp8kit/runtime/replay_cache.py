@@ -12,7 +12,7 @@ that does more than launch kernels of this package cannot be recorded, so it run
 
 Each layer, group of joined layers, fused norm or activation, and router owns a cache. Functions
 and compiled graphs use the cache that is stored on the weight. Operators without a weight, such as
-quantizers, have one each (``replayed``).
+quantizers, have one each (``Replayed``).
 """
 
 from __future__ import annotations
@@ -236,6 +236,20 @@ def call_on(
     return cache_on(weight).call(operator, inputs, constants, options)
 
 
+def replay_on(
+    weight: Tensor,
+    operator: Operator,
+    inputs: Sequence[Tensor],
+    constants: Operands,
+    options: Options,
+) -> Any:
+    """Replay as ``ReplayCache.replay`` does, with the cache that is stored on a weight."""
+    cache: object = getattr(weight, _CACHE, None)
+    if type(cache) is not _OfWeight:
+        return None
+    return cache.replay(operator, inputs, constants, options)
+
+
 def cache_on(weight: Tensor) -> ReplayCache:
     """Return the cache that is stored on a weight, a new one if it has none."""
     cache: object = getattr(weight, _CACHE, None)
@@ -247,27 +261,36 @@ def cache_on(weight: Tensor) -> ReplayCache:
     return cache
 
 
-def replayed(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the body of an operator without a weight, so that it replays earlier calls.
+class Replayed:
+    """The body of an operator without a weight, which replays earlier calls.
 
-    All tensors are inputs, wherever they stand among the arguments. The wrapped function also is
-    the operator's registered implementation.
+    All tensors are inputs, wherever they stand among the arguments. Its call also is the operator's
+    registered implementation.
     """
 
-    def arranged(*arguments: Any) -> Any:
-        *inputs, places = arguments
-        given = iter(inputs)
-        return body(*(next(given) if place is Tensor else place for place in places))
+    def __init__(self, body: Callable[..., Any]) -> None:
+        def arranged(*arguments: Any) -> Any:
+            *inputs, places = arguments
+            given = iter(inputs)
+            return body(*(next(given) if place is Tensor else place for place in places))
 
-    operator, replays = Operator(arranged, arranged), ReplayCache()
+        functools.update_wrapper(self, body)
+        self._operator, self._replays = Operator(arranged, arranged), ReplayCache()
 
-    @functools.wraps(body)
-    def call(*arguments: Any) -> Any:
+    def __call__(self, *arguments: Any) -> Any:
+        """Replay a recording that fits, or compute in full."""
+        return self._replays.call(*self._call(arguments))
+
+    def replay(self, *arguments: Any) -> Any:
+        """Replay an earlier call; ``None`` if no recording fits."""
+        return self._replays.replay(*self._call(arguments))
+
+    def _call(
+        self, arguments: Sequence[Any]
+    ) -> tuple[Operator, Sequence[Tensor], Operands, Options]:
         inputs = [a for a in arguments if isinstance(a, Tensor)]
         places = tuple(Tensor if isinstance(a, Tensor) else hashable(a) for a in arguments)
-        return replays.call(operator, inputs, (), (places,))
-
-    return call
+        return self._operator, inputs, (), (places,)
 
 
 def hashable(option: Any) -> Any:
