@@ -73,6 +73,7 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         experts: only for ``fp8kit.load``: the modules of experts that it fills itself.
 
     Raises:
+        TypeError: if ``strict`` is neither ``True`` nor ``False``.
         ValueError: if the scheme is unknown, or needs calibration.
 
     Example:

@@ -66,8 +66,8 @@ def load_weights(
             have another prefix than the model's, such as ``module.``. Also if code that only
             ``load_state_dict`` runs (a hook, an override) changes values.
         ConversionError: if a weight cannot be quantized, and as ``fp8kit.plan`` raises it.
-        TypeError: if ``model`` is no module, an item is no pair of a name and a tensor, or a weight
-            to quantize is not bf16, fp16 or fp32.
+        TypeError: if ``model`` is no module, an item is no pair of a name and a tensor, a weight to
+            quantize is not bf16, fp16 or fp32, or ``partial`` or ``strict`` is no switch.
         ValueError: for an unknown scheme, patterns without a scheme, or a device that is not here.
 
     Example:

@@ -59,8 +59,8 @@ def save(
         The names of the files.
 
     Raises:
-        ValueError: for an unknown target.
-        TypeError: if ``model`` is no module.
+        ValueError: for an unknown target, or a ``max_shard_bytes`` that is not positive.
+        TypeError: if ``model`` is no module, ``overwrite`` no switch, or a path of another type.
         CheckpointError: if the model has no FP8 layers, layers that the target cannot load,
             adapters, or tensors of its own under names of scales; if ``source`` does not exist; if
             the destination is the source, or exists and may not be replaced.
@@ -157,7 +157,8 @@ def load(
             ``model`` runs changes values.
         ConversionError: as ``fp8kit.plan`` raises it.
         ImportError: if Transformers is needed and is not there, or is too old.
-        TypeError: if ``model`` is no module, or ``dtype`` no dtype.
+        TypeError: if ``source`` is no path, ``model`` no module, ``dtype`` no dtype, ``widths`` no
+            mapping, or ``strict`` no switch.
         ValueError: for an unknown scheme, an FP8 ``dtype``, a ``device`` that is not here, or
             ``missing`` without ``model``.
 
