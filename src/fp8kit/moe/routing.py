@@ -68,8 +68,8 @@ def route(
 
     Example:
         >>> ids, weights = fp8kit.moe.route(torch.randn(5, 8), 2)
-        >>> ids.shape, weights.sum(1)[0]
-        (torch.Size([5, 2]), tensor(1.))
+        >>> ids.shape, weights.dtype
+        (torch.Size([5, 2]), torch.float32)
     """
     check_float("logits", logits)
     _check_counts(logits, top_k)
