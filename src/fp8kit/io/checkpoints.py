@@ -240,7 +240,8 @@ def ray_runner(address: str | None = None, *, device: str = "cpu") -> Runner:
     """Return a runner that spreads the files of a checkpoint over the machines of a Ray cluster.
 
     Args:
-        address: of the cluster; by default a running one that Ray finds, else a new local one.
+        address: of the cluster, or ``"local"`` for a new one on this machine; by default a running
+            one that Ray finds, else a new one.
         device: ``"cpu"``, or ``"cuda"`` for one GPU per task.
 
     Returns:
