@@ -22,7 +22,7 @@ from fp8kit.checkpoint.schema.naming import experts_of
 from fp8kit.checkpoint.storage.nvfp4 import conversion_notes
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
-from fp8kit.conversion.patterns import some_of
+from fp8kit.conversion.patterns import LayerFilter, some_of
 from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, as_path, check_switch, teach
 from fp8kit.formats import MX_FORMS, SCHEMES, Scheme
 from fp8kit.io.arguments import as_device, check_missing, check_widths
@@ -113,8 +113,8 @@ def load(
     model: nn.Module | None = None,
     *,
     scheme: Scheme | str | None = None,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
+    include: Sequence[str] | LayerFilter | None = None,
+    exclude: Sequence[str] | LayerFilter | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = False,
@@ -307,8 +307,8 @@ def _check_request(
     checkpoint: Checkpoint,
     model: nn.Module | None,
     scheme: Scheme | str | None,
-    include: Sequence[str] | None,
-    exclude: Sequence[str] | None,
+    include: Sequence[str] | LayerFilter | None,
+    exclude: Sequence[str] | LayerFilter | None,
 ) -> None:
     wanted = None if scheme is None else Scheme.of(scheme)
     single = [n for n, x in checkpoint.layers.items() if experts_of(n) and len(x.shape) == 2]
