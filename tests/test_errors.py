@@ -183,6 +183,8 @@ CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: fp8kit.quantize(X, "ROW"),
          "Got 'ROW' as the granularity. ... fp8kit.TENSOR, ROW, GROUP128, BLOCK or MX. ... Pass "
          "fp8kit.ROW."),
+        (lambda: fp8kit.GroupShape(True, 128),
+         "Got GroupShape(rows=True, cols=128). ... integers. ... or pass integers."),
         (lambda: fp8kit.quantize(X, "FP8_BLOCK"),
          "Got 'FP8_BLOCK' as the granularity. ... It must be a GroupShape ... "
          "fp8kit.GroupShape(rows, cols)"),

@@ -15,7 +15,7 @@ The data flow, which is also the order of the folders::
     modules      Fp8Linear: its state_dict is the checkpoint
     conversion   plan and convert: dense layers become FP8 layers
     checkpoint   dialects, what tensors mean, how they lie on disk, streaming
-    integrations Transformers, diffusers, PEFT, KV caches, Ray
+    integrations Transformers, diffusers, PEFT, accelerate, KV caches, Ray
     io           load, save, quantize_checkpoint, verify_checkpoint, load_weights
     perf         measure, tune, warm up, explain, evaluate
     compat       names that people already call

@@ -29,15 +29,24 @@ class InvalidType(_InParts, TypeError):
 
 
 class UnsupportedError(_InParts, RuntimeError):
-    """No backend can compute the problem; the text lists every backend with its reason."""
+    """What was asked for is not supported here, such as a gradient for an FP8 weight.
+
+    A ``RuntimeError``. Where no backend computes a product, the text lists each with its reason.
+    """
 
 
 class ConversionError(_InParts, ValueError):
-    """A model cannot be converted as asked (``strict``, or a pattern without a match)."""
+    """A model cannot be converted as asked: a pattern matches nothing, or ``strict`` finds a layer.
+
+    A ``ValueError``; the model is as it was before.
+    """
 
 
 class CheckpointError(_InParts, ValueError):
-    """A checkpoint is damaged, incomplete or of an unknown kind, or cannot be written as asked."""
+    """A checkpoint is damaged, incomplete or of an unknown kind, or cannot be written as asked.
+
+    A ``ValueError``; the text says which file or tensor, what is required, and what to do.
+    """
 
 
 def teach(arrived: str, required: str, remedy: str) -> str:

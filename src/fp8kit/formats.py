@@ -38,7 +38,8 @@ class GroupShape:
     cols: int
 
     def __post_init__(self) -> None:
-        if not all(isinstance(n, numbers.Integral) for n in (self.rows, self.cols)):
+        sides = (self.rows, self.cols)
+        if not all(isinstance(n, numbers.Integral) and not isinstance(n, bool) for n in sides):
             raise InvalidType(
                 f"Got GroupShape(rows={self.rows!r}, cols={self.cols!r}).",
                 "Rows and columns per scale are integers.",
@@ -132,7 +133,7 @@ def scale_shape(shape: Sequence[int], group: GroupShape) -> tuple[int, ...]:
 def stack_scale_shape(shape: Sequence[int], group: GroupShape) -> tuple[int, ...]:
     """Return the shape of the scales of a stack of matrices, each with scales of its own.
 
-    The result differs from ``scale_shape`` for ``TENSOR`` only: each matrix has one scale.
+    Like ``scale_shape``, errors included, but for ``TENSOR`` each matrix has one scale.
 
     Args:
         shape: shape of the codes, ``[..., N, K]``.
@@ -209,7 +210,7 @@ class Scheme:
         name: the word used on the command line, in reports and in checkpoints.
         weight: granularity of the weight ``[N, K]``.
         activation: granularity of the activations ``[M, K]``; ``None`` leaves them in 16 bit.
-        static: activations use a calibrated ``input_scale`` instead of their own amax.
+        static: activations use a calibrated ``input_scale``, not their own amax; for ``TENSOR``.
         ue8m0: scales are rounded up to powers of two (they stay ``float32``).
         dtype: dtype of the codes.
         rebased: the weight is an MXFP8 one whose codes were rewritten for scales of granularity
@@ -379,7 +380,7 @@ class QTensor:
         return self.data.device
 
     def to(self, device: torch.device | str) -> QTensor:
-        """Move codes and scales to a device."""
+        """Move codes and scales to a device, or return them as they are if they are there."""
         return QTensor(self.data.to(device), self.scale.to(device), self.group)
 
 

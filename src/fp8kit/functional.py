@@ -143,6 +143,7 @@ def scaled_mm(
         ``[..., N]`` in ``out_dtype``.
 
     Raises:
+        TypeError: if an operand is no ``QTensor``, or the bias or an option is of another type.
         ValueError: if K or the devices differ, or an option is unknown.
         UnsupportedError: if no backend computes it, with every backend's reason.
 

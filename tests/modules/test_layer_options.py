@@ -152,7 +152,7 @@ def test_codes_of_a_producer_without_the_bound_are_not_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [0.0, -1.0, math.nan, math.inf, "x", (1.0,), torch.empty((), device="meta")]
+    "value", [0.0, -1.0, math.nan, math.inf, True, "x", (1.0,), torch.empty((), device="meta")]
 )
 def test_a_bound_is_positive_and_of_dynamic_activations(value: Any) -> None:
     with pytest.raises(ValueError, match="positive"):

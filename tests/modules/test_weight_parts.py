@@ -70,6 +70,7 @@ def test_a_weight_fused_before_it_was_quantized_is_left_alone(scales: list[float
     [
         ([1.0, 1.0], (40, 9), ValueError, "widths"),
         ([1.0, 1.0], (49, -1), ValueError, "widths"),
+        ([1.0, 1.0], (True, 47), ValueError, "widths"),
         ([1.0, 1.0, 1.0], (40, 8), ValueError, "3 scales for 2 parts"),
         ([1.0, 0.0], (40, 8), ValueError, "positive"),
         ([1.0, float("nan")], (40, 8), ValueError, "positive"),

@@ -130,6 +130,7 @@ def inspect(path: str | Path) -> Inspection:
         An ``Inspection``: ``print`` it, or take ``to_dict()``.
 
     Raises:
+        TypeError: if ``path`` is no path.
         CheckpointError: only if there is nothing to describe: no such directory, no safetensors,
             or an unreadable config.
 

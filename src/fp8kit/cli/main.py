@@ -158,7 +158,8 @@ main.add_command(evaluate)
     is_flag=False,
     flag_value="auto",
     metavar="ADDRESS",
-    help="Spread the files over a running Ray cluster: at ADDRESS, or the one that is found.",
+    help="Spread the files over a Ray cluster: the running one that is found, that at ADDRESS, or, "
+    "with local, a new one on this machine.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
 @json_option

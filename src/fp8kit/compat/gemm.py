@@ -94,8 +94,8 @@ def fp8_linear_forward_many(linears: Sequence[FP8Linear], x: Tensor) -> tuple[Te
     """Call layers that read the same input, which is quantized once.
 
     Args:
-        linears: with the same options.
-        x: ``[..., K]``.
+        linears: ``FP8Linear`` layers with the same options.
+        x: bf16, fp16 or fp32 ``[..., K]``.
 
     Returns:
         the result of each layer for ``x``, with the bits of a call by itself.

@@ -40,6 +40,9 @@ class Fp8LinearOp:
         pad_output: accepted and ignored: no kernel here needs padded rows.
         use_per_token_if_dynamic: the older word for ``PER_TOKEN``.
 
+    Raises:
+        ValueError: for a group shape that is neither.
+
     Example:
         >>> op = fp8kit.compat.Fp8LinearOp(False, act_quant_group_shape=GroupShape.PER_TOKEN)
         >>> y = op.apply(input=x, weight=w_q.t(), weight_scale=scale)

@@ -192,6 +192,10 @@ class Fp8PerTensorOnlineMoEMethod(_OnlineMoEMethod):
     After loading, ``w13_weight`` and ``w2_weight`` are FP8 and ``w13_weight_scale`` and
     ``w2_weight_scale`` fp32 ``[E]``, as in vLLM.
 
+    Args:
+        layer: any module, whose ``moe_config`` is kept as ``moe``; may be left out.
+        moe: the ``moe_config``, where there is no layer or it has none.
+
     Example:
         >>> method = fp8kit.compat.Fp8PerTensorOnlineMoEMethod(layer=layer)
         >>> method.create_weights(layer, 8, 64, 128, torch.bfloat16)
@@ -205,6 +209,10 @@ class Fp8PerBlockOnlineMoEMethod(_OnlineMoEMethod):
 
     After loading, scales are ``w13_weight_scale_inv`` and ``w2_weight_scale_inv``, fp32
     ``[E, ceil(rows / 128), ceil(columns / 128)]``, as in vLLM. No size is rounded up to 128.
+
+    Args:
+        layer: as in ``Fp8PerTensorOnlineMoEMethod``.
+        moe: likewise.
 
     Example:
         >>> method = fp8kit.compat.Fp8PerBlockOnlineMoEMethod(layer=layer)
@@ -221,6 +229,10 @@ class Fp8PtpcOnlineMoEMethod(_OnlineMoEMethod):
     After loading, ``w13_weight_scale`` and ``w2_weight_scale`` are fp32 ``[E, rows, 1]``, as in
     vLLM.
 
+    Args:
+        layer: as in ``Fp8PerTensorOnlineMoEMethod``.
+        moe: likewise.
+
     Example:
         >>> method = fp8kit.compat.Fp8PtpcOnlineMoEMethod(layer=layer)
     """
@@ -233,6 +245,10 @@ class Mxfp8OnlineMoEMethod(_OnlineMoEMethod):
 
     After loading, ``w13_weight_scale`` and ``w2_weight_scale`` have E8M0 bytes
     ``[E, rows, ceil(columns / 32)]``.
+
+    Args:
+        layer: as in ``Fp8PerTensorOnlineMoEMethod``.
+        moe: likewise.
 
     Example:
         >>> method = fp8kit.compat.Mxfp8OnlineMoEMethod(layer=layer)

@@ -32,6 +32,10 @@ class GroupShape(NamedTuple):
     Args:
         row: rows per scale.
         col: columns per scale.
+
+    Example:
+        >>> GroupShape.PER_TOKEN
+        GroupShape(row=1, col=-1)
     """
 
     row: int
@@ -90,8 +94,8 @@ def scaled_fp8_quant(
 
     Raises:
         TypeError: if ``input`` is no float tensor.
-        ValueError: if ``input`` is no matrix, the static scale has another number of elements, or
-            ``output`` another shape or dtype than the codes.
+        ValueError: if ``input`` is no matrix, the static scale has another number of elements or no
+            ``group_shape`` that it needs, or ``output`` another shape or dtype than the codes.
 
     Example:
         >>> codes, scale = fp8kit.compat.scaled_fp8_quant(torch.randn(4, 64))
@@ -180,6 +184,7 @@ def cutlass_scaled_mm(
         ``[M, N]``.
 
     Raises:
+        TypeError: if ``a`` or ``b`` is not FP8, or ``out_dtype`` is another dtype.
         ValueError: if shapes, devices or scales do not fit.
         UnsupportedError: if no backend computes it.
 
@@ -232,6 +237,9 @@ def cutlass_w8a8_scaled_mm(
     Returns:
         a tensor of ``output_shape``.
 
+    Raises:
+        TypeError, ValueError, UnsupportedError: as ``cutlass_scaled_mm`` raises them.
+
     Example:
         >>> call = fp8kit.compat.dispatch_w8a8_scaled_mm(True, True, True)
         >>> y = call(qinput=a, weight=w.t(), out_dtype=torch.bfloat16, scale_a=one, scale_b=one,
@@ -245,27 +253,27 @@ def cutlass_w8a8_scaled_mm(
 
 
 def rocm_per_tensor_w8a8_scaled_mm(*, output_shape: Sequence[int], **operands: Any) -> Tensor:
-    """Multiply as ``cutlass_w8a8_scaled_mm`` does; one scale each."""
+    """Multiply as ``cutlass_w8a8_scaled_mm`` does, with its arguments: one scale each."""
     return cutlass_w8a8_scaled_mm(output_shape=output_shape, **operands)
 
 
 def torch_per_tensor_w8a8_scaled_mm(*, output_shape: Sequence[int], **operands: Any) -> Tensor:
-    """Multiply as ``cutlass_w8a8_scaled_mm`` does; one scale each."""
+    """Multiply as ``cutlass_w8a8_scaled_mm`` does, with its arguments: one scale each."""
     return cutlass_w8a8_scaled_mm(output_shape=output_shape, **operands)
 
 
 def torch_per_token_w8a8_scaled_mm(*, output_shape: Sequence[int], **operands: Any) -> Tensor:
-    """Multiply as ``cutlass_w8a8_scaled_mm`` does; a scale per token and per channel."""
+    """Multiply as ``cutlass_w8a8_scaled_mm`` does, with its arguments: per token and channel."""
     return cutlass_w8a8_scaled_mm(output_shape=output_shape, **operands)
 
 
 def torch_channelwise_w8a8_scaled_mm(*, output_shape: Sequence[int], **operands: Any) -> Tensor:
-    """Multiply as ``cutlass_w8a8_scaled_mm`` does; any pairing."""
+    """Multiply as ``cutlass_w8a8_scaled_mm`` does, with its arguments: any pairing."""
     return cutlass_w8a8_scaled_mm(output_shape=output_shape, **operands)
 
 
 def flashinfer_w8a8_scaled_mm(*, output_shape: Sequence[int], **operands: Any) -> Tensor:
-    """Multiply as ``cutlass_w8a8_scaled_mm`` does; one scale each."""
+    """Multiply as ``cutlass_w8a8_scaled_mm`` does, with its arguments: one scale each."""
     return cutlass_w8a8_scaled_mm(output_shape=output_shape, **operands)
 
 
@@ -276,7 +284,9 @@ def dispatch_w8a8_scaled_mm(
     *,
     cutlass_fp8_supported: bool | None = None,
 ) -> Callable[..., Tensor]:
-    """Return the product that goes with a pairing of scales; see ``cutlass_w8a8_scaled_mm``.
+    """Return the product that goes with a pairing of scales.
+
+    All of them take the keywords of ``cutlass_w8a8_scaled_mm``, and scales of any pairing.
 
     Args:
         preferred_backend: ``"cutlass"``, ``"flashinfer"``, ``"rocm"`` or ``"torch"``, or, as in
@@ -314,7 +324,7 @@ def dispatch_w8a8_scaled_mm(
 
 
 def maybe_create_device_identity() -> None:
-    """Make ``TORCH_DEVICE_IDENTITY``, fp32 ``[1]`` of one, which ported code may read."""
+    """Make ``TORCH_DEVICE_IDENTITY``, fp32 ``[1]`` of one, on the CPU; ported code may read it."""
     if not _DEVICE_IDENTITY:
         _DEVICE_IDENTITY.append(torch.ones(1, dtype=torch.float32))
 

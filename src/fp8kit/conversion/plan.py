@@ -233,8 +233,8 @@ def convert(
         A ``Report``: what was converted or skipped and why, bytes before and after; the copy.
 
     Raises:
-        TypeError: as ``plan`` raises it.
-        ValueError: if scheme, ``fuse`` or storage is unknown.
+        TypeError: as ``plan`` raises it, or if ``copy`` is no switch.
+        ValueError: if scheme, ``fuse`` or storage is unknown, or a row count is not positive.
         ConversionError: as ``plan`` and ``Plan.apply`` raise it; the model is then unchanged.
 
     Warns:

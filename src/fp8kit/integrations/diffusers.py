@@ -26,7 +26,7 @@ from fp8kit.checkpoint.exporting import refuse_adapters, refuse_transposed
 from fp8kit.checkpoint.loading.into_module import empty_layer, plan_to_load
 from fp8kit.checkpoint.loading.merged_weights import is_finite, not_finite
 from fp8kit.conversion import fusion, siblings
-from fp8kit.conversion.patterns import some_of
+from fp8kit.conversion.patterns import LayerFilter, some_of
 from fp8kit.conversion.plan import refuse_static, warn_of_nothing
 from fp8kit.conversion.report import Report
 from fp8kit.errors import CheckpointError, UnsupportedError
@@ -79,8 +79,8 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def __init__(
         self,
         scheme: str | JsonObject = "FP8_DYNAMIC",
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
+        include: Sequence[str] | LayerFilter | None = None,
+        exclude: Sequence[str] | LayerFilter | None = None,
         strict: bool = False,
         layers: Mapping[str, str | JsonObject] | None = None,
         experts: Mapping[str, str | JsonObject] | None = None,  # noqa: ARG002

@@ -30,6 +30,7 @@ from fp8kit.checkpoint.expert_splitting import stacks_in
 from fp8kit.checkpoint.loading.into_module import empty_layer, plan_to_load
 from fp8kit.checkpoint.loading.merged_weights import is_finite
 from fp8kit.conversion import fusion, siblings
+from fp8kit.conversion.patterns import LayerFilter
 from fp8kit.conversion.plan import refuse_static, warn_of_nothing
 from fp8kit.conversion.report import TIED, Report
 from fp8kit.errors import InvalidType, InvalidValue, UnsupportedError, check_switch
@@ -71,8 +72,10 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
             schemes as ``plain`` makes them.
         mx_form: only for ``fp8kit.load``: how MXFP8 layers compute, a name in ``formats.MX_FORMS``.
         experts: only for ``fp8kit.load``: the modules of experts that it fills itself.
+        quant_method: always ``"fp8kit"``, as a saved config has it.
 
     Raises:
+        TypeError: if ``strict`` is neither ``True`` nor ``False``.
         ValueError: if the scheme is unknown, or needs calibration.
 
     Example:
@@ -83,8 +86,8 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def __init__(
         self,
         scheme: str | JsonObject = "FP8_DYNAMIC",
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
+        include: Sequence[str] | LayerFilter | None = None,
+        exclude: Sequence[str] | LayerFilter | None = None,
         strict: bool = False,
         layers: Mapping[str, str | JsonObject] | None = None,
         experts: Mapping[str, str | JsonObject] | None = None,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fp8kit.checkpoint.loading import into_module
 from fp8kit.checkpoint.loading.expected import NewLayers, other_beginning
 from fp8kit.checkpoint.loading.placement import Placement
-from fp8kit.conversion.patterns import some_of
+from fp8kit.conversion.patterns import LayerFilter, some_of
 from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, check_switch
 from fp8kit.formats import FLOATS, Scheme
 from fp8kit.io.arguments import as_device
@@ -30,8 +30,8 @@ def load_weights(
     weights: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
     *,
     scheme: Scheme | str | None = None,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
+    include: Sequence[str] | LayerFilter | None = None,
+    exclude: Sequence[str] | LayerFilter | None = None,
     device: torch.device | str | None = None,
     partial: bool = False,
     strict: bool = False,
@@ -66,8 +66,8 @@ def load_weights(
             have another prefix than the model's, such as ``module.``. Also if code that only
             ``load_state_dict`` runs (a hook, an override) changes values.
         ConversionError: if a weight cannot be quantized, and as ``fp8kit.plan`` raises it.
-        TypeError: if ``model`` is no module, an item is no pair of a name and a tensor, or a weight
-            to quantize is not bf16, fp16 or fp32.
+        TypeError: if ``model`` is no module, an item is no pair of a name and a tensor, a weight to
+            quantize is not bf16, fp16 or fp32, or ``partial`` or ``strict`` is no switch.
         ValueError: for an unknown scheme, patterns without a scheme, or a device that is not here.
 
     Example:
@@ -140,8 +140,8 @@ def _checked(pair: object) -> tuple[str, Tensor]:
 def _begun(
     model: nn.Module,
     scheme: Scheme | str | None,
-    include: Sequence[str] | None,
-    exclude: Sequence[str] | None,
+    include: Sequence[str] | LayerFilter | None,
+    exclude: Sequence[str] | LayerFilter | None,
     strict: bool,
     device: torch.device | None,
 ) -> _Load:

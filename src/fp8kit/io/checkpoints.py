@@ -92,7 +92,9 @@ def quantize_checkpoint(
         What was converted, what was not, and why.
 
     Raises:
-        ValueError: as ``Recipe`` raises it.
+        TypeError: if a path, switch, device or ``runner`` is of another type.
+        ValueError: as ``Recipe`` raises it; for a device that is not here, or ``devices`` beside a
+            ``runner``.
         ConversionError: if a pattern matches nothing, a weight is not finite, or nothing would
             become FP8.
         CheckpointError: if the source is damaged or FP8 already, the target cannot load the result,
@@ -171,6 +173,8 @@ def verify_checkpoint(
 
     Raises:
         CheckpointError: if either is damaged, the source is FP8, or the result is not FP8.
+        TypeError: if a path or ``progress`` is of another type.
+        ValueError: if ``workers`` is not a number from 1 to 1024.
 
     Example:
         >>> found = fp8kit.verify_checkpoint("bf16-dir", "fp8-dir")
@@ -236,8 +240,12 @@ def ray_runner(address: str | None = None, *, device: str = "cpu") -> Runner:
     """Return a runner that spreads the files of a checkpoint over the machines of a Ray cluster.
 
     Args:
-        address: of the cluster; by default a running one that Ray finds, else a new local one.
+        address: of the cluster, or ``"local"`` for a new one on this machine; by default a running
+            one that Ray finds, else a new one.
         device: ``"cpu"``, or ``"cuda"`` for one GPU per task.
+
+    Returns:
+        A ``runner`` for ``quantize_checkpoint``; nothing is connected before it is used.
 
     Raises:
         ImportError: if Ray is not installed.

@@ -22,7 +22,7 @@ from fp8kit.checkpoint.schema.naming import experts_of
 from fp8kit.checkpoint.storage.nvfp4 import conversion_notes
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
-from fp8kit.conversion.patterns import some_of
+from fp8kit.conversion.patterns import LayerFilter, some_of
 from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, as_path, check_switch, teach
 from fp8kit.formats import MX_FORMS, SCHEMES, Scheme
 from fp8kit.io.arguments import as_device, check_missing, check_widths
@@ -59,8 +59,8 @@ def save(
         The names of the files.
 
     Raises:
-        ValueError: for an unknown target.
-        TypeError: if ``model`` is no module.
+        ValueError: for an unknown target, or a ``max_shard_bytes`` that is not positive.
+        TypeError: if ``model`` is no module, ``overwrite`` no switch, or a path of another type.
         CheckpointError: if the model has no FP8 layers, layers that the target cannot load,
             adapters, or tensors of its own under names of scales; if ``source`` does not exist; if
             the destination is the source, or exists and may not be replaced.
@@ -113,8 +113,8 @@ def load(
     model: nn.Module | None = None,
     *,
     scheme: Scheme | str | None = None,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
+    include: Sequence[str] | LayerFilter | None = None,
+    exclude: Sequence[str] | LayerFilter | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = False,
@@ -157,7 +157,8 @@ def load(
             ``model`` runs changes values.
         ConversionError: as ``fp8kit.plan`` raises it.
         ImportError: if Transformers is needed and is not there, or is too old.
-        TypeError: if ``model`` is no module, or ``dtype`` no dtype.
+        TypeError: if ``source`` is no path, ``model`` no module, ``dtype`` no dtype, ``widths`` no
+            mapping, or ``strict`` no switch.
         ValueError: for an unknown scheme, an FP8 ``dtype``, a ``device`` that is not here, or
             ``missing`` without ``model``.
 
@@ -306,8 +307,8 @@ def _check_request(
     checkpoint: Checkpoint,
     model: nn.Module | None,
     scheme: Scheme | str | None,
-    include: Sequence[str] | None,
-    exclude: Sequence[str] | None,
+    include: Sequence[str] | LayerFilter | None,
+    exclude: Sequence[str] | LayerFilter | None,
 ) -> None:
     wanted = None if scheme is None else Scheme.of(scheme)
     single = [n for n, x in checkpoint.layers.items() if experts_of(n) and len(x.shape) == 2]

@@ -70,6 +70,7 @@ def convert_checkpoint(
         The names of the files.
 
     Raises:
+        TypeError: if a path or ``overwrite`` is of another type.
         ValueError: for an unknown target, dialect or ``unfit``.
         CheckpointError: if the source is damaged, in high precision, or neither MX nor of the given
             ``scheme``; if the dialect cannot hold its numbers, or the target cannot load them; or

@@ -125,7 +125,7 @@ class Fp8Experts(ExpertTensors):
             transposed: matrices are ``[H, 2 I]`` and ``[I, H]`` (GPT-OSS, Llama-4).
 
         Raises:
-            TypeError: if a weight is no float tensor.
+            TypeError: if a weight is no float tensor, or another argument is of the wrong type.
             ValueError: if shapes, scheme or scales do not fit.
 
         Example:
@@ -166,6 +166,7 @@ class Fp8Experts(ExpertTensors):
             dtype: the compute dtype.
 
         Raises:
+            TypeError: if a weight is no ``QTensor``, or another argument is of the wrong type.
             ValueError: if shapes, granularity, devices or scales do not fit the scheme.
 
         Example:
@@ -215,6 +216,10 @@ class Fp8Experts(ExpertTensors):
             shared_input: read by the shared experts instead of ``hidden_states``, and like it; the
                 rounded result of the shared experts is added to that of the others.
             shared_weights: float ``[..., shared]``, weights of the shared experts; ones if omitted.
+
+        Raises:
+            TypeError, ValueError: if dtypes, shapes or devices do not fit, or as ``route`` raises.
+            UnsupportedError: if no backend computes it.
         """
         if shared_input is not None:
             routed, shared = self.apart(

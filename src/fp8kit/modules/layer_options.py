@@ -38,7 +38,7 @@ def checked(layer: Fp8Linear, name: str, value: Any) -> Any:
     if name != "scale_ub" or value is None:
         return value
     try:
-        bound = float(value)
+        bound = math.nan if isinstance(value, bool) else float(value)
     except (RuntimeError, TypeError, ValueError):
         bound = math.nan
     if not 0 < bound < math.inf:

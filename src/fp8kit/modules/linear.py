@@ -51,9 +51,9 @@ class Fp8Linear(nn.Linear):
 
     Its Parameters are ``weight`` (FP8 ``[N, K]``), ``weight_scale`` (``scale_shape((N, K),
     scheme.weight)``), ``input_scale`` (fp32 ``[1, 1]``, static schemes only), ``weight_exponents``
-    (E8M0, rebased schemes only) and an optional ``bias``: ``state_dict()`` is the checkpoint. Casts
-    such as ``.half()`` change the bias and ``compute_dtype``, never the codes or scales. Weight and
-    scales are frozen: gradients flow to the input and, if the bias requires one, to the bias.
+    (E8M0, rebased schemes only) and an optional ``bias [N]``: ``state_dict()`` is the checkpoint.
+    Casts such as ``.half()`` change bias and ``compute_dtype``, never codes or scales. Weight and
+    scales are frozen: gradients reach the input and, if it requires one, the bias.
 
     Four attributes may be set at any time. ``accum`` (``"fast"`` for the tensor core's own sums),
     ``batch_invariant`` (``True`` gives a row the same bits whatever other rows there are) and
@@ -135,13 +135,10 @@ class Fp8Linear(nn.Linear):
         Args:
             linear: a layer with a bf16, fp16 or fp32 weight ``[N, K]``.
             scheme: a preset name or a ``Scheme``.
-            input_scale: fp32 ``[1, 1]``, positive and finite, needed by static schemes.
+            input_scale: as in ``from_quantized``.
 
         Raises:
-            TypeError: if ``linear`` is no ``nn.Linear``, its weight is no float tensor, or
-                ``input_scale`` is no tensor.
-            ValueError: if the scheme is unknown; if a static scheme got no ``input_scale`` or
-                another scheme got one; if ``input_scale`` is not positive and finite.
+            TypeError, ValueError: as ``from_quantized``, or if ``linear`` is no dense layer.
 
         Example:
             >>> layer = Fp8Linear.from_linear(nn.Linear(256, 512), "FP8_BLOCK")
@@ -170,11 +167,11 @@ class Fp8Linear(nn.Linear):
             weight: codes ``[N, K]`` with scales of the scheme's weight granularity, or of MX.
             bias: ``[N]``; a Parameter is shared.
             scheme: a preset name or a ``Scheme``.
-            input_scale: fp32 ``[1, 1]``, positive and finite, needed by static schemes.
-            dtype: the compute dtype.
+            input_scale: fp32 ``[1, 1]``, positive and finite, for static schemes and no others.
+            dtype: the compute dtype: bf16, fp16 or fp32.
 
         Raises:
-            TypeError: if ``weight`` is no ``QTensor``.
+            TypeError: if ``weight`` is no ``QTensor``, or another argument is of the wrong type.
             ValueError: if shapes, granularity, devices or scales do not fit the scheme.
 
         Example:
@@ -201,8 +198,12 @@ class Fp8Linear(nn.Linear):
                 returns for the scheme's activation granularity and dtype.
 
         Returns:
-            A tensor in ``out_dtype`` if that is set, else in the dtype of ``input`` (autocast's
+            ``[..., N]`` in ``out_dtype`` if that is set, else in the dtype of ``input`` (autocast's
             where it is on; ``compute_dtype`` for a ``QTensor``).
+
+        Raises:
+            TypeError, ValueError: if dtype, K, device or granularity do not fit the layer.
+            UnsupportedError: if no backend computes it, or a fused norm left no codes for it.
         """
         if isinstance(input, OTHERS):
             return of_others(self, input)
@@ -255,8 +256,7 @@ class Fp8Linear(nn.Linear):
         inputs, options = codes.inputs, operators.options_of_codes(codes, self._options)
         if _is_compiling():
             return operators.codes_registered(*inputs, *constants, *options)
-        y = self.replays.call(operators.CODES, inputs, constants, options)
-        return y
+        return self.replays.call(operators.CODES, inputs, constants, options)
 
     def operands(self) -> tuple[Any, ...]:
         """Return weight, scale, bias, input scale and bound: the constants of ``LINEAR``."""

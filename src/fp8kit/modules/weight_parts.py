@@ -30,7 +30,7 @@ from fp8kit.formats import (
 )
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import frozen
-from fp8kit.ops.validation import check_quantized
+from fp8kit.ops.validation import check_quantized, is_integer
 
 # engines fill scales with this before loading; a part that still has it got no scale of its own
 UNSET_SCALE = torch.finfo(torch.float8_e4m3fn).min
@@ -98,7 +98,7 @@ def requantize(codes: Tensor, scales: Tensor, widths: Sequence[int]) -> QTensor:
     each = _scale_of_each(codes, scales, widths)
     sized = torch.tensor([w > 0 for w in widths], device=codes.device)
     largest = (each[sized] if sized.any() else each).amax().reshape(1, 1)
-    parts = list(torch.split(codes, list(widths)))
+    parts = list(torch.split(codes, [int(w) for w in widths]))
     changed = [i for i, w in enumerate(widths) if w and not torch.equal(each[i], largest[0, 0])]
     for i in changed:
         values = functional.dequantize(QTensor(parts[i], each[i].reshape(1, 1), TENSOR))
@@ -226,7 +226,7 @@ def _scale_of_each(codes: Tensor, scales: Tensor, widths: Sequence[int]) -> Tens
             "Convert them with .float().",
         )
     check_strided("scales", scales)
-    whole = all(isinstance(w, int) and w >= 0 for w in widths)
+    whole = all(is_integer(w) and w >= 0 for w in widths)
     if codes.dim() != 2 or not widths or not whole or sum(widths) != codes.shape[0]:
         raise InvalidValue(
             f"Got widths {list(widths)} for a weight of shape {tuple(codes.shape)}.",

@@ -62,14 +62,14 @@ def route(
         ids ``int64 [M, top_k]`` and weights ``float32 [M, top_k]``.
 
     Raises:
-        TypeError: if ``logits`` is no float tensor, ``top_k`` is no integer, or ``custom`` returns
-            something else.
+        TypeError: if ``logits`` or ``correction_bias`` is no float tensor, ``top_k`` no integer,
+            ``renormalize`` no switch, or ``custom`` no function that returns ids and weights.
         ValueError: if shapes or options do not fit.
 
     Example:
         >>> ids, weights = fp8kit.moe.route(torch.randn(5, 8), 2)
-        >>> ids.shape, weights.sum(1)[0]
-        (torch.Size([5, 2]), tensor(1.))
+        >>> ids.shape, weights.dtype
+        (torch.Size([5, 2]), torch.float32)
     """
     check_float("logits", logits)
     _check_counts(logits, top_k)
@@ -117,7 +117,7 @@ def tokens_per_expert(ids: Tensor, experts: int) -> Tensor:
 
     Raises:
         TypeError: if ``ids`` is no tensor of integers.
-        ValueError: if ``experts`` is no whole number.
+        ValueError: if ``experts`` is no whole number, or is negative.
 
     Example:
         >>> fp8kit.moe.tokens_per_expert(torch.tensor([[0, 2], [2, -1]]), 3)

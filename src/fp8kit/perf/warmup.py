@@ -67,7 +67,7 @@ def warmup(
         The number of distinct calls that were made.
 
     Raises:
-        TypeError: if ``model`` is no module, or a row count no integer.
+        TypeError: if ``model`` is no module, a row count no integer, or ``tune`` no switch.
         ValueError: if there is no FP8 layer, it is on meta, or a row count is not positive.
 
     Example:

@@ -26,7 +26,7 @@ from fp8kit.conversion import fusion
 from fp8kit.conversion import siblings as conversion_siblings
 from fp8kit.conversion.eligibility import read_elsewhere
 from fp8kit.conversion.experts import stacks_of
-from fp8kit.conversion.patterns import some_of
+from fp8kit.conversion.patterns import LayerFilter, some_of
 from fp8kit.conversion.plan import plan, refuse_lazy, refuse_static, warn_of_nothing
 from fp8kit.conversion.replacement import refuse_empty_weights
 from fp8kit.conversion.report import Report
@@ -46,8 +46,8 @@ class PlanOptions:
     """Which layers of a high-precision checkpoint become FP8, as ``fp8kit.plan`` has it."""
 
     scheme: Scheme | str
-    include: Sequence[str] | None = None
-    exclude: Sequence[str] | None = None
+    include: Sequence[str] | LayerFilter | None = None
+    exclude: Sequence[str] | LayerFilter | None = None
     strict: bool = False
 
 
@@ -254,8 +254,8 @@ def _layers_on_disk(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype
 def plan_to_load(
     model: nn.Module,
     scheme: Scheme,
-    include: Sequence[str] | None,
-    exclude: Sequence[str] | None,
+    include: Sequence[str] | LayerFilter | None,
+    exclude: Sequence[str] | LayerFilter | None,
     strict: bool,
 ) -> Report:
     """Plan as ``fp8kit.plan`` does, without ``Conv1D``, which becomes FP8 in memory only."""

@@ -29,6 +29,7 @@ class Recipe:
         max_shard_bytes: start a new file before this size is exceeded.
 
     Raises:
+        TypeError: if ``strict`` is neither ``True`` nor ``False``.
         ValueError: for an unknown scheme or target, a scheme that needs calibration, a scheme that
             the target cannot load, or a dtype that is none of the three.
 

@@ -1,6 +1,6 @@
 // The result of one token, from its activated gates and ups. A block computes 8 features for all pairs, then the 8
-// that are gridDim.x * 8 further on. Its first weights arrive while the previous kernel ends. Each warp quantizes the
-// groups that it multiplies. one_token.cuh lists the macros.
+// that are gridDim.x * 8 further on. Its first weights arrive while the previous kernel ends. The two warps of a cluster
+// that multiply the same groups quantize half of them each. one_token.cuh lists the macros.
 
 constexpr int INNER_SPANS = (INNER + SPAN - 1) / SPAN;
 constexpr int PAIRS_AT_ONCE = DOWN_WARPS / WARPS_OF_PAIR, PAIRS_OF_WARP = (PAIRS + PAIRS_AT_ONCE - 1) / PAIRS_AT_ONCE;
