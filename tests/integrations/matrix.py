@@ -249,8 +249,8 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         Row("works", "`func.grad`, `vjp`, `jacrev` in what is compiled",
             "ops/test_transforms.py::test_compiled_code_differentiates",
             "the graph breaks there, so not with `fullgraph=True`; with torch before 2.13 a "
-            "compiled `vjp` that a graph break is inside of gives zeros, for dense layers too; Dynamo "
-            "then skips the `forward` of FP8 layers until `torch._dynamo.reset()`"),
+            "compiled `vjp` that a graph break is inside of gives zeros, for dense layers too; "
+            "Dynamo then skips the `forward` of FP8 layers until `torch._dynamo.reset()`"),
         Row("refused", "forward-mode differentiation, a gradient for an FP8 weight",
             "ops/test_transforms.py::test_what_has_no_derivative_is_refused"),
         Row("works", "`load(weights_only=True)` of a `state_dict`",
