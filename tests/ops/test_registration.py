@@ -34,7 +34,9 @@ def calls() -> dict[str, Callable[[Tensor], Any]]:
     groups, x_q = ([1, -1], [1, -1]), fp8kit.quantize(X)
     static = torch.full((3, 1), 0.01)
     halves = ([*w.data.split(32)], [*w.scale.split(32)], [], None)  # neighbours, as a layer joins
-    norm = torch.rand(128).bfloat16()
+    norm, ids = torch.rand(128).bfloat16(), torch.zeros(3, 1, dtype=torch.int64)
+    w13 = fp8kit.quantize(torch.randn(2, 128, 128), role="weight")
+    w2, probabilities = fp8kit.quantize(torch.randn(2, 128, 64), role="weight"), torch.ones(3, 1)
     return {
         "quantize": lambda x: OPS.quantize(x, [1, -1], torch.float8_e4m3fn, 1e-12, None, "exact"),
         "quantize_static": lambda x: OPS.quantize_static(x, static, [1, -1], torch.float8_e4m3fn),
@@ -47,6 +49,10 @@ def calls() -> dict[str, Callable[[Tensor], Any]]:
         "scaled_mm": lambda _: OPS.scaled_mm(
             x_q.data, x_q.scale, w.data, w.scale, None, *groups,
             torch.bfloat16, "precise", False, None,
+        ),
+        "experts": lambda x: OPS.experts(
+            x, ids, probabilities, w13.data, w13.scale, None, None, w2.data, w2.scale, None, None,
+            None, *groups, "exact", *fp8kit.moe.Activation().words(), False, False, None,
         ),
         "activation_quantize": lambda x: OPS.activation_quantize(x, None, "silu", *CODES_FORMAT),
         "rms_norm_quantize": lambda x: OPS.rms_norm_quantize(

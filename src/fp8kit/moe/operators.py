@@ -29,8 +29,8 @@ from fp8kit.moe.problem import (
     GroupedProblem,
     MoeBackend,
 )
-from fp8kit.ops.registration import library, refuse_backward, register
-from fp8kit.runtime.replay_cache import Operator
+from fp8kit.ops.registration import library, refuse_backward, register, replay_before_autograd
+from fp8kit.runtime.replay_cache import Call, Operator, call_on, hashable, replay_on
 
 _TENSORS = 12  # first arguments of the operator; the others are its options
 _X, _WEIGHTS = 0, 2  # which are differentiable
@@ -44,6 +44,24 @@ def experts(*arguments: Any) -> Tensor:
     with current(operands.x.device):  # a self check tries kernels on the current device
         chosen: MoeBackend = require(MOE_BACKENDS, problem, backend)
     return chosen.experts(operands, problem)
+
+
+# below torch.library no compiler, autograd or mode is active, so both forms are the body
+_BODY = Operator(experts, experts)
+
+
+def _call(x: Tensor, ids: Tensor, weights: Tensor, *others: Any) -> Call:
+    constants, options = others[: _TENSORS - 3], others[_TENSORS - 3 :]
+    return others[0], _BODY, (x, ids, weights), constants, tuple(map(hashable, options))
+
+
+def _experts(*arguments: Any) -> Tensor:
+    y: Tensor = call_on(*_call(*arguments))
+    return y
+
+
+def _replay(*arguments: Any) -> Any:
+    return replay_on(*_call(*arguments))
 
 
 def _experts_fake(x: Tensor, *_: Any) -> Tensor:
@@ -121,7 +139,7 @@ _LAYER = (
     " bool gated, bool interleaved, float? limit, float alpha, float up_offset,"
     " bool router_weight_on_input, bool batch_invariant, str? backend"
 )
-EXPERTS = register(f"experts({_LAYER}) -> Tensor", experts, _experts_fake)
+EXPERTS = register(f"experts({_LAYER}) -> Tensor", _experts, _experts_fake)
 EXPERTS_BACKWARD = register(
     f"experts_backward(Tensor grad, {_LAYER}) -> (Tensor grad_x, Tensor grad_weights)",
     experts_backward,
@@ -158,6 +176,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 torch.library.register_autograd(EXPERTS, _backward, setup_context=_save, lib=library)
+replay_before_autograd(EXPERTS, _replay)
 for _op in (EXPERTS_BACKWARD, GROUPED_SCALED_MM):
     refuse_backward(
         _op,

@@ -19,19 +19,8 @@ from fp8kit.ops import bodies
 from fp8kit.ops.registration import library, refuse_backward, register, replay_before_autograd
 from fp8kit.quantizers.scale_layout import empty_scale
 from fp8kit.runtime.joined_memory import as_one
-from fp8kit.runtime.replay_cache import (
-    Operands,
-    Operator,
-    Options,
-    cache_on,
-    call_on,
-    hashable,
-    replay_on,
-)
+from fp8kit.runtime.replay_cache import Call, Operator, cache_on, call_on, hashable, replay_on
 from fp8kit.runtime.weight_hazards import join
-
-# arguments of ``call_on``
-_Call = tuple[Tensor, Operator, Sequence[Tensor], Operands, Options]
 
 # below torch.library no compiler, autograd or mode is active, so both forms are the body
 _SCALED_MM_BODY = Operator(bodies.scaled_mm, bodies.scaled_mm)
@@ -50,7 +39,7 @@ def _elementwise_fake(x: Tensor, scale: Tensor, group: Sequence[int], dtype: tor
     return x.new_empty(x.shape, dtype=dtype)
 
 
-def _scaled_mm_call(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) -> _Call:
+def _scaled_mm_call(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) -> Call:
     w_scale, bias, x_group, w_group, *rest = others
     inputs: tuple[Tensor, ...] = (x,)
     constants: tuple[Tensor | None, ...] = (w, w_scale, bias)
@@ -71,7 +60,7 @@ def _scaled_mm_fake(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) 
     return x.new_empty(x.shape[0], w.shape[0], dtype=out_dtype)
 
 
-def _linear_call(x: Tensor, *others: Any) -> _Call:
+def _linear_call(x: Tensor, *others: Any) -> Call:
     constants, (x_group, w_group, *rest) = others[:5], others[5:]
     options = (hashable(x_group), hashable(w_group), *rest)
     return constants[0], _LINEAR_BODY, (x,), constants, options
@@ -95,7 +84,7 @@ def _joined_call(
     x_group: Sequence[int],
     w_group: Sequence[int],
     *rest: Any,
-) -> _Call:
+) -> Call:
     held = (*w, *w_scale, *bias, scale_ub)
     return w[0], _JOINED_BODY, (x,), held, (tuple(x_group), tuple(w_group), *rest)
 
@@ -202,7 +191,7 @@ for _op in (QUANTIZE, QUANTIZE_STATIC, DEQUANTIZE, SCALED_MM, JOINED_LINEAR):
     )
 
 
-def _replaying(call: Callable[..., _Call]) -> Callable[..., Any]:
+def _replaying(call: Callable[..., Call]) -> Callable[..., Any]:
     return lambda *arguments: replay_on(*call(*arguments))
 
 

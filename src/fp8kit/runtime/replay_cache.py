@@ -78,6 +78,10 @@ class Operator:
         return self.body if plain else self.registered
 
 
+# the weight whose cache to use, then the arguments of ``ReplayCache.replay``
+Call = tuple[Tensor, Operator, Sequence[Tensor], Operands, Options]
+
+
 @dataclass(slots=True)
 class Entry:
     """What a cache knows about the calls of one key.
