@@ -7,7 +7,7 @@
 //   ROWS            rows        of a weight in a block
 //   GATE_WARPS      warps       of a block of gates_and_ups
 //   DOWN_WARPS      warps       of a block of downs
-//   WARPS_OF_PAIR   warps       of downs that share a pair; DOWN_WARPS is a multiple
+//   WARPS_OF_PAIR   warps       of downs that share a pair; DOWN_WARPS is a multiple; 1 if a warp has several pairs
 //   WEIGHT_BLOCKS   0 or 1      weights have a scale for each 128x128
 //   GIVEN_SCALE     0 or 1      the intermediate has a static scale
 //   BIAS_KIND_13    dtype tag   of gates and ups
