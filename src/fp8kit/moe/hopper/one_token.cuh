@@ -30,7 +30,8 @@ struct Weights {
   // The factor of a row in a span.
   __device__ float factor(int expert, int row, int span) const {
     const float* const of_expert = scale + (long long)expert * expert_stride;
-    return __ldcg(WEIGHT_BLOCKS ? of_expert + row / 128 * ((k + SPAN - 1) / SPAN) + span : of_expert + row * row_stride);
+    const int blocks = (k + SPAN - 1) / SPAN;
+    return __ldcg(WEIGHT_BLOCKS ? of_expert + row / 128 * blocks + span : of_expert + row * row_stride);
   }
   template <int BIAS_KIND>
   __device__ float added(int expert, int row) const {
