@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ahead import cuda_resources, machine_code, without_nvrtc
+from ahead import cuda_resources, machine_code, resources, without_nvrtc
 from fp8kit import moe
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR
 from fp8kit.moe import Activation, operators
@@ -28,6 +28,7 @@ from slow_experts import (
 one_token = pytest.importorskip("fp8kit.moe.hopper.one_token", reason="no cuda-bindings")
 hopper = pytest.importorskip("fp8kit.moe.hopper.experts", reason="no cuda-bindings")
 sources = pytest.importorskip("fp8kit.moe.hopper.source", reason="no cuda-bindings")
+nvrtc = pytest.importorskip("fp8kit.runtime.nvrtc", reason="no cuda-bindings")
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 OSS = Activation("silu", interleaved=True, limit=1.0, alpha=1.702, up_offset=1.0)
@@ -45,6 +46,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "wide": ((ROW, ROW), Activation(), (3, 7168, 256), 8, F16, ("biases",)),
     "wide, blocks": ((GROUP128, BLOCK), Activation(), (3, 4096, 1408), 2, BF16, ("biases",)),
     "many experts": ((ROW, ROW), Activation(), (40, 128, 64), 32, BF16, ("biases",)),
+    "odd experts": ((GROUP128, BLOCK), Activation(), (20, 128, 320), 19, BF16, ()),
 }
 ROUTINGS = ("drawn", "one expert", "foreign", "int32")
 
@@ -99,11 +101,56 @@ def test_both_kernels_compile(case: str, kernel: str) -> None:
     operands, problem = described(*make(case))
     variant = one_token.variant(operands, problem)
     found = cuda_resources(sources.one_token_source(variant, kernel))
-    if kernel == "downs":  # two blocks run in an SM
-        assert found["registers"] * 32 * variant.down_warps * 2 <= 65536
-        assert found["shared"] + one_token.down_bytes(problem) + 1024 <= 228 * 1024 // 2
-    else:
-        assert found["shared"] + one_token.gate_bytes(problem) + 1024 <= 228 * 1024
+    assert_fits(problem, variant, kernel, found)
+
+
+def assert_fits(problem: Any, variant: Any, kernel: str, found: dict[str, int]) -> None:
+    """Check that an SM can run as many blocks as it should, given a kernel's ``cuda_resources``."""
+    dynamic = {"downs": one_token.down_bytes, "gates_and_ups": one_token.gate_bytes}[kernel]
+    blocks, warps = {"downs": (2, variant.down_warps), "gates_and_ups": (1, variant.gate_warps)}[
+        kernel
+    ]
+    assert found["registers"] * 32 * warps * blocks <= 65536
+    assert (found["shared"] + dynamic(problem) + 1024) * blocks <= 228 * 1024
+
+
+def largest_served(problem: Any, size: str) -> Any:
+    """Return the problem with the largest ``hidden`` or ``intermediate`` that is served."""
+    sizes = (dataclasses.replace(problem, **{size: n}) for n in range(16384, 0, -64))
+    return next(p for p in sizes if one_token.serves(p))
+
+
+@pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_nvrtc()))
+@pytest.mark.parametrize(
+    ("case", "kernel", "size"),
+    [
+        ("rows", "gates_and_ups", "hidden"),
+        ("blocks", "gates_and_ups", "hidden"),  # its factors are in shared memory
+        ("gpt-oss", "downs", "intermediate"),
+        ("many experts", "downs", "intermediate"),
+    ],
+)
+def test_the_largest_layer_that_is_served_fits(case: str, kernel: str, size: str) -> None:
+    operands, problem = described(*make(case))
+    problem = largest_served(problem, size)
+    variant = one_token.variant(operands, problem)
+    image, _ = nvrtc.compiled(sources.one_token_source(variant, kernel), "sm_90a")
+    found = resources(image)  # some of the largest spill a word or two
+    assert_fits(problem, variant, kernel, found | {"shared": found["shared"] - 1024})
+
+
+@pytest.mark.parametrize("top_k", range(1, 33))
+def test_a_warp_of_downs_shares_one_pair_or_has_several(top_k: int) -> None:
+    operands, problem = described(*make("rows"))
+    problem = dataclasses.replace(problem, top_k=top_k)
+    for inner in range(largest_served(problem, "intermediate").intermediate, 0, -128):
+        variant = one_token.variant(operands, dataclasses.replace(problem, intermediate=inner))
+        at_once, rest = divmod(variant.down_warps, variant.warps_of_pair)
+        assert not rest
+        assert variant.down_warps <= 16
+        turns = math.ceil(top_k / at_once)
+        assert turns == 1 or variant.warps_of_pair == 1
+        assert turns * math.ceil(math.ceil(inner / 128) / variant.warps_of_pair) <= 32
 
 
 @pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_nvrtc()))

@@ -7,7 +7,7 @@
 //   ROWS            rows        of a weight in a block
 //   GATE_WARPS      warps       of a block of gates_and_ups
 //   DOWN_WARPS      warps       of a block of downs
-//   WARPS_OF_PAIR   warps       of downs that share a pair; DOWN_WARPS is a multiple
+//   WARPS_OF_PAIR   warps       of downs that share a pair; DOWN_WARPS is a multiple; 1 if a warp has several pairs
 //   WEIGHT_BLOCKS   0 or 1      weights have a scale for each 128x128
 //   GIVEN_SCALE     0 or 1      the intermediate has a static scale
 //   BIAS_KIND_13    dtype tag   of gates and ups
@@ -30,7 +30,8 @@ struct Weights {
   // The factor of a row in a span.
   __device__ float factor(int expert, int row, int span) const {
     const float* const of_expert = scale + (long long)expert * expert_stride;
-    return __ldcg(WEIGHT_BLOCKS ? of_expert + row / 128 * ((k + SPAN - 1) / SPAN) + span : of_expert + row * row_stride);
+    const int blocks = (k + SPAN - 1) / SPAN;
+    return __ldcg(WEIGHT_BLOCKS ? of_expert + row / 128 * blocks + span : of_expert + row * row_stride);
   }
   template <int BIAS_KIND>
   __device__ float added(int expert, int row) const {

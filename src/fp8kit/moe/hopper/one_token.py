@@ -26,7 +26,7 @@ _ROWS = 8  # weight rows of a block, which computes as many features
 _LEAST_GATE_WARPS, _MOST_DOWN_WARPS = 4, 16
 _CLUSTER = 2  # blocks of the second kernel that share the work of quantizing
 _MOST_PAIRS = 32  # one for each lane of a warp
-_STATIC_SMEM = 2048  # of a block, in bytes, beside the token in fp16
+_STATIC_SMEM = 2560  # of a block, in bytes, beside the token in fp16
 
 
 def serves(problem: ExpertsProblem) -> bool:
