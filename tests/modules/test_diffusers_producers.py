@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -162,7 +163,8 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int]] = {
     "attention hook": (lambda b: b.attn.register_forward_pre_hook(lambda m, a: None), 2),
     "processor": (lambda b: setattr(b.attn, "processor", type(b.attn.processor)()), 2),
     "layer": (lambda b: setattr(b.attn, "to_k", copy.deepcopy(b.attn.to_k)), 1),
-    "forward": (lambda b: setattr(b.attn.to_k, "forward", b.attn.to_k.forward), 1),
+    "forward": (lambda b: setattr(b.attn.to_k, "forward", partial(b.attn.to_k.forward)), 1),
+    "its own forward": (lambda b: setattr(b.attn.to_k, "forward", b.attn.to_k.forward), 0),
     "nothing": (lambda b: None, 0),
 }
 

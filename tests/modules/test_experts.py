@@ -17,6 +17,7 @@ from fp8kit import moe
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
 from frames import above_launches, launch_from
 from numerics import assert_bits_equal, assert_same_tensors
+from recorded_calls import record_on_cpu
 from slow_experts import Layer, assert_experts, random_layer, slow_experts
 
 OSS = moe.Activation("silu", interleaved=True, limit=1.0, alpha=1.702, up_offset=1.0)
@@ -311,6 +312,7 @@ def test_few_frames_lie_between_experts_and_their_first_launch(
     if not triton.INTERPRETED.value:
         pytest.skip("a GPU is present, so the kernels are compiled for it")
     backend_tables.install(monkeypatch, moe={"triton_experts": triton.BACKEND})
+    record_on_cpu(monkeypatch)  # as on a GPU, nothing lies between the layer and the body
     _, layer = make("FP8_WEIGHT_ONLY")
     (first,) = launches_of(layer, torch.randn(1, 64, dtype=torch.bfloat16), 1)
     body = ["Fp8Experts.forward", "experts", "ReplayCache.run", "experts", "experts"]

@@ -308,7 +308,7 @@ def block_shape(config: JsonObject, key: str = "weight_block_size") -> GroupShap
     if found is None:
         return None
     sides = found if isinstance(found, list) and len(found) == 2 else ()
-    if not sides or not all(isinstance(n, int) and 0 < n <= 2**20 for n in sides):
+    if not sides or not all(type(n) is int and 0 < n <= 2**20 for n in sides):  # true is no side
         raise invalid(key, found, "two positive integers [rows, columns], or null")
     return GroupShape(*sides)
 
