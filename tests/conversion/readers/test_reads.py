@@ -5,11 +5,12 @@ Reads that the source does not show raise at run time: ``tests/modules/test_guar
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -404,6 +405,42 @@ def test_the_bound_helper_of_a_holder_keeps_its_dense_layer() -> None:
     expected = model(x)
     fp8kit.convert(model)
     torch.testing.assert_close(model(x), expected)
+
+
+class Others:
+    """Parameters that are put into a module for a while, as a ``TensorDict`` does."""
+
+    @contextlib.contextmanager
+    def to_module(self, module: nn.Linear) -> Iterator[None]:
+        own, module.weight = module.weight, nn.Parameter(torch.eye(SIZE))
+        yield
+        module.weight = own
+
+
+class Swapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.proj, self.called = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor, others: Others) -> Any:
+        with others.to_module(self.proj):
+            return self.called(self.proj(x))
+
+
+def test_a_layer_that_gets_other_parameters_stays_dense() -> None:
+    model, x = Swapping(), torch.randn(3, SIZE)
+    expected = model(x, Others())
+    report = fp8kit.convert(model)
+    assert [r.name for r in report.skipped] == ["proj"]
+    assert 0.001 < relative_error(model(x, Others()), expected) < 0.1
+
+
+def test_methods_of_tensordict_are_not_followed() -> None:
+    model = holder(lambda self, x: self.proj(x))
+    members = {"__module__": "tensordict.nn.params", "to": lambda self, x: weighed(self.proj, x)}
+    model.params = type("TensorDictParams", (Holder,), members)()
+    assert not weight_reads(model)
 
 
 class Hook:
