@@ -44,6 +44,7 @@ class Holder(nn.Module):
         self.functions = [lambda x: weighed(self.proj, x)]
         self.processor = Processor()
         self.casts = False
+        self.grown: list[nn.Linear] = []
         self.bilinear = nn.Bilinear(4, 4, 4)
 
     @property
@@ -339,6 +340,9 @@ FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "stack_module_state": lambda self, x: (
         stack_module_state([self.proj, self.other])[0]["weight"][0].to(x.dtype) @ x.T
     ),
+    "list that grows": lambda self, x: [self.grown.append(self.proj), weighed(self.grown[-1], x)][
+        1
+    ],
     "children": lambda self, x: next(weighed(m, x) for m in self.children() if m is self.proj),
     "get_submodule": lambda self, x: weighed(self.get_submodule("many.0"), x),
     "helper": lambda self, x: weighed(self.proj, x),

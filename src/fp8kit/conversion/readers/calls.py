@@ -139,6 +139,9 @@ class Calls(Expressions):
             # outside forward, parameters() of other modules is called to count or train them
             wanted = [m for m in modules if self.reader.running or isinstance(m, nn.Linear)]
             return True, tuple(map(parameters_of, wanted))
+        if name in _GROWS and isinstance(inner, ast.Attribute):
+            added = united(*args, *map(elements, args))
+            self.reader.store(self.value(inner.value), inner.attr, (Items(added),))
         held = [o for o in owners if isinstance(o, (Items, list, tuple, dict, *CONTAINERS))]
         own = any(isinstance(v, Method) for o in owners for v in lookup(o, name))
         if name in _GROWS and isinstance(function.value, ast.Name) and not own:
