@@ -155,7 +155,7 @@ def _roots(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _may_run(name: str) -> bool:
-    if name in ("forward", "__call__", "__getitem__"):
+    if name in ("forward", "__call__", "__getitem__") or "cache" in name:  # also init_cache
         return True
     if name.startswith("_") or name.endswith("_"):  # private, or changes the model in place
         return False
