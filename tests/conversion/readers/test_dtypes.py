@@ -82,6 +82,18 @@ class Stores(Parts):
         self.used = [self.parts[0]]
 
 
+class Caches(Parts):
+    """Keeps its results in a cache, which takes the dtype of a weight."""
+
+    def init_cache(self, size: int) -> None:
+        self.cache = torch.zeros(size, D, dtype=self.parts[0].weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache[: len(x)] = self.parts[0](x)
+        y: Tensor = self.parts[1](self.cache[: len(x)].to(x.dtype))
+        return y
+
+
 def dtype_of(module: nn.Module) -> torch.dtype | None:
     for p in module.parameters():
         return p.dtype
@@ -113,6 +125,15 @@ def test_a_dtype_is_asked_of_what_a_method_stores() -> None:
     report = fp8kit.convert(model)
     assert [r.name for r in report.skipped] == ["parts.0"]
     assert "Stores.cast asks for the dtype" in report.skipped[0].reason
+    assert run(model).isfinite().all()
+
+
+def test_a_cache_does_not_take_the_dtype_of_codes() -> None:
+    model = Caches(True)
+    report = fp8kit.convert(model)
+    assert [r.name for r in report.skipped] == ["parts.0"]
+    assert "Caches.init_cache asks for the dtype" in report.skipped[0].reason
+    model.init_cache(5)
     assert run(model).isfinite().all()
 
 

@@ -5,11 +5,12 @@ Reads that the source does not show raise at run time: ``tests/modules/test_guar
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ class Holder(nn.Module):
         self.functions = [lambda x: weighed(self.proj, x)]
         self.processor = Processor()
         self.casts = False
+        self.grown: list[nn.Linear] = []
         self.bilinear = nn.Bilinear(4, 4, 4)
 
     @property
@@ -338,6 +340,9 @@ FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "stack_module_state": lambda self, x: (
         stack_module_state([self.proj, self.other])[0]["weight"][0].to(x.dtype) @ x.T
     ),
+    "list that grows": lambda self, x: [self.grown.append(self.proj), weighed(self.grown[-1], x)][
+        1
+    ],
     "children": lambda self, x: next(weighed(m, x) for m in self.children() if m is self.proj),
     "get_submodule": lambda self, x: weighed(self.get_submodule("many.0"), x),
     "helper": lambda self, x: weighed(self.proj, x),
@@ -404,6 +409,42 @@ def test_the_bound_helper_of_a_holder_keeps_its_dense_layer() -> None:
     expected = model(x)
     fp8kit.convert(model)
     torch.testing.assert_close(model(x), expected)
+
+
+class Others:
+    """Parameters that are put into a module for a while, as a ``TensorDict`` does."""
+
+    @contextlib.contextmanager
+    def to_module(self, module: nn.Linear) -> Iterator[None]:
+        own, module.weight = module.weight, nn.Parameter(torch.eye(SIZE))
+        yield
+        module.weight = own
+
+
+class Swapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.proj, self.called = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor, others: Others) -> Any:
+        with others.to_module(self.proj):
+            return self.called(self.proj(x))
+
+
+def test_a_layer_that_gets_other_parameters_stays_dense() -> None:
+    model, x = Swapping(), torch.randn(3, SIZE)
+    expected = model(x, Others())
+    report = fp8kit.convert(model)
+    assert [r.name for r in report.skipped] == ["proj"]
+    assert 0.001 < relative_error(model(x, Others()), expected) < 0.1
+
+
+def test_methods_of_tensordict_are_not_followed() -> None:
+    model = holder(lambda self, x: self.proj(x))
+    members = {"__module__": "tensordict.nn.params", "to": lambda self, x: weighed(self.proj, x)}
+    model.params = type("TensorDictParams", (Holder,), members)()
+    assert not weight_reads(model)
 
 
 class Hook:

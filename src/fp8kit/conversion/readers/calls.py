@@ -50,6 +50,7 @@ _INSIDE: dict[str, Callable[[nn.Module], Iterable[nn.Module]]] = {
 }
 # they take the Parameters of modules, and their callers compute with them or with others
 TAKERS = (functional_call, stack_module_state, stateless.functional_call)
+SWAPS = "to_module"  # a method of tensordict that puts other Parameters into a module
 TENSORS = frozenset("parameters named_parameters state_dict _parameters get_parameter".split())
 _TAKES = frozenset("values items keys get pop popleft copy".split())
 _GROWS = frozenset("append add extend insert update setdefault appendleft".split())
@@ -127,6 +128,9 @@ class Calls(Expressions):
         if modules and name == "apply" and args and self.reader.running:
             self.callback(args[0], [united(*[m.modules() for m in modules])])
             return True, owners
+        if name == SWAPS:
+            self.opaque([tuple(map(parameters_of, _modules(args)))], {})
+            return True, ()
         if modules and name == "get_submodule" and constant(args[0] if args else ())[0]:
             return True, tuple(m.get_submodule(args[0][0]) for m in modules)
         if modules and name == "get_parameter" and constant(args[0] if args else ())[0]:
@@ -135,6 +139,9 @@ class Calls(Expressions):
             # outside forward, parameters() of other modules is called to count or train them
             wanted = [m for m in modules if self.reader.running or isinstance(m, nn.Linear)]
             return True, tuple(map(parameters_of, wanted))
+        if name in _GROWS and isinstance(inner, ast.Attribute):
+            added = united(*args, *map(elements, args))
+            self.reader.store(self.value(inner.value), inner.attr, (Items(added),))
         held = [o for o in owners if isinstance(o, (Items, list, tuple, dict, *CONTAINERS))]
         own = any(isinstance(v, Method) for o in owners for v in lookup(o, name))
         if name in _GROWS and isinstance(function.value, ast.Name) and not own:
@@ -170,9 +177,8 @@ class Calls(Expressions):
             elif callee is torch.is_tensor:
                 continue
             elif callee in TAKERS:
-                modules = united(*args, *map(elements, args), *kwargs.values())
-                held = [parameters_of(m) for m in modules if isinstance(m, nn.Module)]
-                self.opaque([*args, tuple(held)], kwargs)
+                held = tuple(map(parameters_of, _modules([*args, *kwargs.values()])))
+                self.opaque([*args, held], kwargs)
             elif callee is functools.partial and args:
                 results.append((Items(self.callback(args[0], args[1:], kwargs)),))
             elif function is None or not self.reader.is_followed(function):
@@ -210,6 +216,12 @@ class Calls(Expressions):
         results = self.call(functions, args, kwargs or {})
         self.reader.mark_read(results, self.scope.where)
         return results
+
+
+def _modules(args: list[Values]) -> list[nn.Module]:
+    """Return the modules among arguments, and those in their containers."""
+    values = united(*args, *map(elements, args))
+    return [value for value in values if isinstance(value, nn.Module)]
 
 
 def _bound(callee: Any) -> tuple[Any, list[Any]]:

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import nn
 
-from fp8kit.conversion.readers.calls import DEPTH, TAKERS, TENSORS
+from fp8kit.conversion.readers.calls import DEPTH, SWAPS, TAKERS, TENSORS
 from fp8kit.conversion.readers.source import arguments_of, names_in, node_of
 from fp8kit.conversion.readers.values import (
     Scope,
@@ -55,12 +55,12 @@ _APART = (
 _LIBRARIES = tuple(
     """
     abc. accelerate. ast. collections. diffusers. enum. fp8kit. functools. huggingface_hub.
-    inspect. logging. numpy. peft. torch. transformers. typing.
+    inspect. logging. numpy. peft. tensordict. torch. transformers. typing.
     """.split()
 )
 _MODELS = ("transformers.models.", "diffusers.models.")
 _SHORT = 200  # bytes of code; helpers that return a layer of their object are shorter
-_WORDS = frozenset({"weight", *TENSORS, *[taker.__name__ for taker in TAKERS]})
+_WORDS = frozenset({"weight", SWAPS, *TENSORS, *[taker.__name__ for taker in TAKERS]})
 
 
 def read_by_code(model: nn.Module) -> dict[nn.Module, str]:
@@ -155,7 +155,7 @@ def _roots(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _may_run(name: str) -> bool:
-    if name in ("forward", "__call__", "__getitem__"):
+    if name in ("forward", "__call__", "__getitem__") or "cache" in name:  # also init_cache
         return True
     if name.startswith("_") or name.endswith("_"):  # private, or changes the model in place
         return False
