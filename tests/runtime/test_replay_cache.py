@@ -439,6 +439,31 @@ def test_inputs_without_an_address_are_not_replayed(
         layer(other(x))
 
 
+def test_zeros_without_memory_are_zeros(cpu_backends: CpuBackends) -> None:
+    x = x_of(3)
+    layer = warmed(made(), x, cpu_backends)
+    zeros = torch._efficientzerotensor(x.shape, dtype=x.dtype)
+    assert_bits_equal(layer(zeros), operator(layer, torch.zeros_like(x)))
+    assert cpu_backends.calls != []
+
+
+def test_a_bias_without_memory_is_added(cpu_backends: CpuBackends) -> None:
+    w, bias = fp8kit.quantize(torch.randn(96, 160), role="weight"), torch._efficientzerotensor(96)
+    for _ in range(4):
+        x = x_of(3)
+        assert_bits_equal(fp8kit.linear(x, w, bias), fp8kit.linear(x, w, torch.zeros(96)))
+
+
+def test_optional_constants_are_told_apart(cpu_backends: CpuBackends) -> None:
+    weight = torch.randn(96, 160)
+    w, unused = (fp8kit.quantize(weight, TENSOR, role="weight") for _ in range(2))
+    x, given = x_of(3), torch.full((1, 1), 0.05)
+    for _ in range(3):
+        fp8kit.linear(x, w, scheme="FP8", input_scale=given)
+    bounded = {"scheme": fp8kit.Scheme("BOUNDED", TENSOR, TENSOR), "scale_ub": given}
+    assert_bits_equal(fp8kit.linear(x, w, **bounded), fp8kit.linear(x, unused, **bounded))
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_weights_of_inference_mode_are_recorded(inference: bool, cpu_backends: CpuBackends) -> None:
     with torch.inference_mode(inference):
