@@ -361,9 +361,12 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
     if _transforms() is not None or forward_ad._current_level >= 0:
         return False
     for t in tensors:
-        if type(t) not in _PLAIN or t.layout is not _strided or t.is_neg():
+        if type(t) not in _PLAIN or t.layout is not _strided or t.is_nested or t.is_neg():
             return False
-        address = t.data_ptr()
+        try:
+            address = t.data_ptr()
+        except RuntimeError:  # a wrapper that has outlived its transform
+            return False
         if not address or address % _ALIGN or (t.requires_grad and _grad_enabled()):
             return False
     return True
