@@ -125,6 +125,16 @@ def test_a_recorded_operator_has_gradients(cpu_backends: CpuBackends) -> None:
         fp8kit.quantize(x).scale.sum().backward()
 
 
+def test_tensors_without_memory_reach_the_kernel(cpu_backends: CpuBackends) -> None:
+    call = calls()["linear"]
+    for _ in range(3):
+        call(X)
+    zeros = torch._efficientzerotensor(X.shape, dtype=X.dtype)
+    assert_bits_equal(call(zeros), call(torch.zeros_like(X)))
+    y = call(torch._to_functional_tensor(X))
+    assert_bits_equal(torch._from_functional_tensor(y), call(X))
+
+
 @pytest.mark.parametrize("recorded", [False, True])
 def test_dynamo_stays_out_of_kernels(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
@@ -146,3 +156,21 @@ def test_dynamo_stays_out_of_kernels(recorded: bool, monkeypatch: pytest.MonkeyP
         assert_bits_equal(function(X), wanted)
     # the frame before the break and the one behind it
     assert (counter.frame_count, counter.op_count) == (2, 2)
+
+
+def test_dynamo_stays_out_of_backwards() -> None:
+    torch._dynamo.reset()
+    counter, x = CompileCounter(), X.clone().requires_grad_()
+    y = calls()["linear"](x)
+
+    @torch.compiler.disable(recursive=False)
+    def behind_a_break() -> Tensor:
+        return torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)[0]
+
+    @torch.compile(backend=counter)
+    def function(bias: Tensor) -> Tensor:
+        return behind_a_break() + bias
+
+    wanted = behind_a_break()
+    assert_bits_equal(function(torch.zeros(128).bfloat16()), wanted)
+    assert counter.op_count == 1  # that behind the break

@@ -421,10 +421,15 @@ def test_layers_of_other_devices_keep_no_recordings() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [Tensor.to_sparse, Tensor.to_sparse_csr, lambda x: x.to("meta")],
-    ids=["coo", "csr", "elsewhere"],
+    [
+        Tensor.to_sparse,
+        Tensor.to_sparse_csr,
+        lambda x: x.to("meta"),
+        lambda x: torch.nested.nested_tensor([x, x]),
+    ],
+    ids=["coo", "csr", "elsewhere", "nested"],
 )
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*nested tensors:UserWarning")
 def test_inputs_without_an_address_are_not_replayed(
     other: Callable[[Tensor], Tensor], cpu_backends: CpuBackends
 ) -> None:
@@ -437,6 +442,43 @@ def test_inputs_without_an_address_are_not_replayed(
         made()(other(x))
     with pytest.raises(type(first.value)):
         layer(other(x))
+
+
+def test_zeros_without_memory_are_zeros(cpu_backends: CpuBackends) -> None:
+    x = x_of(3)
+    layer = warmed(made(), x, cpu_backends)
+    zeros = torch._efficientzerotensor(x.shape, dtype=x.dtype)
+    assert_bits_equal(layer(zeros), operator(layer, torch.zeros_like(x)))
+    assert cpu_backends.calls != []
+
+
+def test_a_tensor_that_has_left_its_transform_is_taken(cpu_backends: CpuBackends) -> None:
+    x, left = x_of(3), []
+    layer = warmed(made(), x, cpu_backends)
+
+    def loss(x: Tensor) -> Tensor:
+        left.append(x)
+        return x.float().sum()
+
+    torch.func.grad(loss)(x)
+    assert_bits_equal(layer(left[0]), operator(layer, x))
+
+
+def test_a_bias_without_memory_is_added(cpu_backends: CpuBackends) -> None:
+    w, bias = fp8kit.quantize(torch.randn(96, 160), role="weight"), torch._efficientzerotensor(96)
+    for _ in range(4):
+        x = x_of(3)
+        assert_bits_equal(fp8kit.linear(x, w, bias), fp8kit.linear(x, w, torch.zeros(96)))
+
+
+def test_optional_constants_are_told_apart(cpu_backends: CpuBackends) -> None:
+    weight = torch.randn(96, 160)
+    w, unused = (fp8kit.quantize(weight, TENSOR, role="weight") for _ in range(2))
+    x, given = x_of(3), torch.full((1, 1), 0.05)
+    for _ in range(3):
+        fp8kit.linear(x, w, scheme="FP8", input_scale=given)
+    bounded = {"scheme": fp8kit.Scheme("BOUNDED", TENSOR, TENSOR), "scale_ub": given}
+    assert_bits_equal(fp8kit.linear(x, w, **bounded), fp8kit.linear(x, unused, **bounded))
 
 
 @pytest.mark.parametrize("inference", [False, True])

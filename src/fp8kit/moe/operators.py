@@ -29,7 +29,12 @@ from fp8kit.moe.problem import (
     GroupedProblem,
     MoeBackend,
 )
-from fp8kit.ops.registration import library, refuse_backward, register, replay_before_autograd
+from fp8kit.ops.registration import (
+    refuse_backward,
+    register,
+    register_backward,
+    replay_before_autograd,
+)
 from fp8kit.runtime.replay_cache import Call, Operator, call_on, hashable, replay_on
 
 _TENSORS = 12  # first arguments of the operator; the others are its options
@@ -175,7 +180,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(found)
 
 
-torch.library.register_autograd(EXPERTS, _backward, setup_context=_save, lib=library)
+register_backward(EXPERTS, _backward, _save)
 replay_before_autograd(EXPERTS, _replay)
 for _op in (EXPERTS_BACKWARD, GROUPED_SCALED_MM):
     refuse_backward(

@@ -24,10 +24,21 @@ def register(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) ->
     library.define(schema, tags=torch.Tag.flexible_layout)
     name = schema.partition("(")[0]
     library.impl(name, _untraced(impl), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp8kit::{name}", fake, lib=library)
+    torch.library.register_fake(f"fp8kit::{name}", _untraced(fake), lib=library)
     for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
         library.impl(name, _untraced(_outside_autocast(name, device_type)), key)
     return f"fp8kit::{name}"
+
+
+def register_backward(
+    name: str, backward: Callable[..., Any], save: Callable[..., Any] | None = None
+) -> None:
+    """Differentiate the operator ``name`` by ``backward``, with what ``save`` stores in its context.
+
+    Both have the arguments that ``torch.library.register_autograd`` asks for.
+    """
+    save = None if save is None else _untraced(save)
+    torch.library.register_autograd(name, _untraced(backward), setup_context=save, lib=library)
 
 
 def refuse_backward(name: str, *said: str) -> None:
@@ -36,7 +47,7 @@ def refuse_backward(name: str, *said: str) -> None:
     def backward(*_: Any) -> None:
         raise UnsupportedError(*said)
 
-    torch.library.register_autograd(name, backward, lib=library)
+    register_backward(name, backward)
 
 
 def replay_before_autograd(name: str, replay: Callable[..., Any]) -> None:

@@ -16,7 +16,12 @@ from torch import Tensor
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import GroupShape
 from fp8kit.ops import bodies
-from fp8kit.ops.registration import library, refuse_backward, register, replay_before_autograd
+from fp8kit.ops.registration import (
+    refuse_backward,
+    register,
+    register_backward,
+    replay_before_autograd,
+)
 from fp8kit.quantizers.scale_layout import empty_scale
 from fp8kit.runtime.joined_memory import as_one
 from fp8kit.runtime.replay_cache import Call, Operator, cache_on, call_on, hashable, replay_on
@@ -181,7 +186,7 @@ def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (grad_x, None, None, grad_bias, *[None] * 8)
 
 
-torch.library.register_autograd(LINEAR, linear_backward, setup_context=save_for_linear, lib=library)
+register_backward(LINEAR, linear_backward, save_for_linear)
 for _op in (QUANTIZE, QUANTIZE_STATIC, DEQUANTIZE, SCALED_MM, JOINED_LINEAR):
     refuse_backward(
         _op,

@@ -323,19 +323,22 @@ def guards(constants: Operands) -> Guards | None:
     a weight may be repeated only while that is safe (``weight_hazards``). Values are not compared:
     kernels read them anew.
 
-    Subclasses and gradients need the registered form. A tensor that is not contiguous is copied
-    before each launch, each time to another address.
+    Subclasses, gradients and tensors without memory need the registered form. A tensor that is not
+    contiguous is copied before each launch, each time to another address.
     """
     grad = _grad_enabled()
     found: Guards = []
     for t in constants:
-        if t is None:
+        if t is None:  # noted, since the next optional constant may be given in its place
+            found.append(None)
             continue
         if type(t) not in _PLAIN or not t.is_contiguous() or (grad and t.requires_grad):
             return None
         if t.is_neg():  # its values are not in memory
             return None
         address, mark = t.data_ptr(), getattr(t, MARK, None)
+        if not address:
+            return None
         found.append(address)  # one by one is faster than a tuple of them
         found.append(t.shape)
         found.append(t.dtype)
@@ -349,7 +352,8 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
 
     Modes, autocast, tracers, transforms, gradients and subclasses need the registered form.
     Recorded kernels are compiled for aligned addresses and read the memory there, which does not
-    hold the values of sparse tensors and of lazily negated ones.
+    hold the values of sparse tensors and of lazily negated ones. Autograd's zeros and the tensors
+    of functionalization are plain by type, and have no address.
     """
     # before the loop: under a transform, tensors are wrapped and have no address
     if _function_modes() or _autocast() or _dispatch_modes() or jit_tracing():
@@ -357,9 +361,13 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
     if _transforms() is not None or forward_ad._current_level >= 0:
         return False
     for t in tensors:
-        if type(t) not in _PLAIN or t.layout is not _strided or t.is_neg():
+        if type(t) not in _PLAIN or t.layout is not _strided or t.is_nested or t.is_neg():
             return False
-        if t.data_ptr() % _ALIGN or (t.requires_grad and _grad_enabled()):
+        try:
+            address = t.data_ptr()
+        except RuntimeError:  # a wrapper that has outlived its transform
+            return False
+        if not address or address % _ALIGN or (t.requires_grad and _grad_enabled()):
             return False
     return True
 
