@@ -287,7 +287,7 @@ class Replayed:
 
     def replay(self, *arguments: Any) -> Any:
         """Replay an earlier call; ``None`` if no recording fits."""
-        return self._replays.replay(*self._call(arguments))
+        return self._replays.replay(*self._call(arguments)) if self._replays else None
 
     def _call(
         self, arguments: Sequence[Any]
