@@ -33,7 +33,7 @@ def register(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) ->
 def register_backward(
     name: str, backward: Callable[..., Any], save: Callable[..., Any] | None = None
 ) -> None:
-    """Differentiate the operator ``name`` by ``backward``, with what ``save`` stores in its context.
+    """Differentiate the operator ``name`` by ``backward``, with what ``save`` stores for it.
 
     Both have the arguments that ``torch.library.register_autograd`` asks for.
     """
