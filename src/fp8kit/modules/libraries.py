@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from fp8kit.errors import UnsupportedError, teach
+from fp8kit.modules.decorators import copied
 
 # a module of a library, and the module of ours that patches it
 _PATCHED_BY = {
@@ -106,8 +107,7 @@ def wrap_in_place(function: FunctionType, ours: Callable[..., Any]) -> None:
     """
     if hasattr(function, "_fp8kit"):
         return
-    own = FunctionType(function.__code__, function.__globals__, function.__name__)
-    own.__defaults__, own.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    own = copied(function, function.__globals__, None)
     own.__annotations__ = function.__annotations__
     function.__wrapped__ = own  # type: ignore[attr-defined]  # read by inspect.signature
     function.__defaults__, function.__kwdefaults__ = None, {"_call": functools.partial(ours, own)}

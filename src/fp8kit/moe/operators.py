@@ -35,7 +35,7 @@ from fp8kit.ops.registration import (
     register_backward,
     replay_before_autograd,
 )
-from fp8kit.runtime.replay_cache import Call, Operator, call_on, hashable, replay_on
+from fp8kit.runtime.replay_cache import Call, Operator, ReplayedOnWeight, hashable
 
 _TENSORS = 12  # first arguments of the operator; the others are its options
 _X, _WEIGHTS = 0, 2  # which are differentiable
@@ -55,18 +55,10 @@ def experts(*arguments: Any) -> Tensor:
 _BODY = Operator(experts, experts)
 
 
-def _call(x: Tensor, ids: Tensor, weights: Tensor, *others: Any) -> Call:
+@ReplayedOnWeight
+def _experts(x: Tensor, ids: Tensor, weights: Tensor, *others: Any) -> Call:
     constants, options = others[: _TENSORS - 3], others[_TENSORS - 3 :]
     return others[0], _BODY, (x, ids, weights), constants, tuple(map(hashable, options))
-
-
-def _experts(*arguments: Any) -> Tensor:
-    y: Tensor = call_on(*_call(*arguments))
-    return y
-
-
-def _replay(*arguments: Any) -> Any:
-    return replay_on(*_call(*arguments))
 
 
 def _experts_fake(x: Tensor, *_: Any) -> Tensor:
@@ -181,7 +173,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 register_backward(EXPERTS, _backward, _save)
-replay_before_autograd(EXPERTS, _replay)
+replay_before_autograd(EXPERTS, _experts.replay)
 for _op in (EXPERTS_BACKWARD, GROUPED_SCALED_MM):
     refuse_backward(
         _op,

@@ -7,7 +7,7 @@ name all arguments. Groups are passed as ``[rows, cols]``; the callers (``functi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,14 @@ from fp8kit.ops.registration import (
 )
 from fp8kit.quantizers.scale_layout import empty_scale
 from fp8kit.runtime.joined_memory import as_one
-from fp8kit.runtime.replay_cache import Call, Operator, cache_on, call_on, hashable, replay_on
+from fp8kit.runtime.replay_cache import (
+    Call,
+    Operator,
+    ReplayedOnWeight,
+    cache_on,
+    hashable,
+    replay_on,
+)
 from fp8kit.runtime.weight_hazards import join
 
 # below torch.library no compiler, autograd or mode is active, so both forms are the body
@@ -44,7 +51,8 @@ def _elementwise_fake(x: Tensor, scale: Tensor, group: Sequence[int], dtype: tor
     return x.new_empty(x.shape, dtype=dtype)
 
 
-def _scaled_mm_call(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) -> Call:
+@ReplayedOnWeight
+def _scaled_mm(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) -> Call:
     w_scale, bias, x_group, w_group, *rest = others
     inputs: tuple[Tensor, ...] = (x,)
     constants: tuple[Tensor | None, ...] = (w, w_scale, bias)
@@ -56,23 +64,16 @@ def _scaled_mm_call(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) 
     return w, _SCALED_MM_BODY, inputs, constants, options
 
 
-def _scaled_mm(*arguments: Any) -> Tensor:
-    return call_on(*_scaled_mm_call(*arguments))
-
-
 def _scaled_mm_fake(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) -> Tensor:
     _w_scale, _bias, _x_group, _w_group, out_dtype, *_ = others
     return x.new_empty(x.shape[0], w.shape[0], dtype=out_dtype)
 
 
-def _linear_call(x: Tensor, *others: Any) -> Call:
+@ReplayedOnWeight
+def _linear(x: Tensor, *others: Any) -> Call:
     constants, (x_group, w_group, *rest) = others[:5], others[5:]
     options = (hashable(x_group), hashable(w_group), *rest)
     return constants[0], _LINEAR_BODY, (x,), constants, options
-
-
-def _linear(*arguments: Any) -> Tensor:
-    return call_on(*_linear_call(*arguments))
 
 
 def _linear_fake(x: Tensor, w: Tensor, *others: Any) -> Tensor:
@@ -196,15 +197,11 @@ for _op in (QUANTIZE, QUANTIZE_STATIC, DEQUANTIZE, SCALED_MM, JOINED_LINEAR):
     )
 
 
-def _replaying(call: Callable[..., Call]) -> Callable[..., Any]:
-    return lambda *arguments: replay_on(*call(*arguments))
-
-
 for _op, _replay in (
     (QUANTIZE, bodies.quantize.replay),
     (QUANTIZE_STATIC, bodies.quantize_static.replay),
-    (SCALED_MM, _replaying(_scaled_mm_call)),
-    (LINEAR, _replaying(_linear_call)),
-    (JOINED_LINEAR, _replaying(_joined_call)),
+    (SCALED_MM, _scaled_mm.replay),
+    (LINEAR, _linear.replay),
+    (JOINED_LINEAR, ReplayedOnWeight(_joined_call).replay),
 ):
     replay_before_autograd(_op, _replay)

@@ -19,6 +19,18 @@ __device__ __forceinline__ u32 in_block(u32 address, int rank) {
   return remote;
 }
 
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Stores a word in the shared memory of a block of the cluster, and adds its bytes to a barrier there.
+__device__ __forceinline__ void send(u32 address, u32 word, u32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+               "r"(word), "r"(barrier) : "memory");
+}
+
 // Widens the 16-bit value in the lower half of a word.
 template <int KIND_ = KIND>
 __device__ __forceinline__ float widen(u32 half_bits) {

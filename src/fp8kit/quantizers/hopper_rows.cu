@@ -12,8 +12,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) cluster_rows_kernel(
     long long row_bytes, long long code_bytes, int vectors, float min_scale) {
   __shared__ u32 maxima[WARPS * BLOCKS];
   __shared__ alignas(8) u64 arrived;
-  int rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  const int rank = cluster_rank();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const long long row = blockIdx.x / BLOCKS;
 
@@ -39,10 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) cluster_rows_kernel(
   u32 magnitude = __reduce_max_sync(~0u, largest(held));
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // all barriers have been set up
   if (lane < BLOCKS)
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
-            in_block(shared(&maxima[rank * WARPS + warp]), lane)),
-        "r"(magnitude), "r"(in_block(shared(&arrived), lane)) : "memory");
+    send(in_block(shared(&maxima[rank * WARPS + warp]), lane), magnitude, in_block(shared(&arrived), lane));
   asm volatile(
       "{\n.reg .pred done;\n"
       "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"

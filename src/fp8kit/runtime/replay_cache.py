@@ -254,6 +254,25 @@ def replay_on(
     return cache.replay(operator, inputs, constants, options)
 
 
+class ReplayedOnWeight:
+    """The implementation of an operator with a weight, whose cache it replays earlier calls from.
+
+    ``arranged`` has the arguments of the operator, and returns those of ``call_on``.
+    """
+
+    def __init__(self, arranged: Callable[..., Call]) -> None:
+        functools.update_wrapper(self, arranged)
+        self._arranged = arranged
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Replay a recording that fits, or compute in full."""
+        return call_on(*self._arranged(*arguments))
+
+    def replay(self, *arguments: Any) -> Any:
+        """Replay an earlier call; ``None`` if no recording fits."""
+        return replay_on(*self._arranged(*arguments))
+
+
 def cache_on(weight: Tensor) -> ReplayCache:
     """Return the cache that is stored on a weight, a new one if it has none."""
     cache: object = getattr(weight, _CACHE, None)

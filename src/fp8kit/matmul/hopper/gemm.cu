@@ -82,8 +82,7 @@ extern "C" __global__ void REGISTER_LIMIT hopper_gemm(
   // partial sums from peers, then epilogue buffers
   u8* const after_rings = smem + WEIGHT_STAGES * W_BYTES + TOKEN_STAGES * X_BYTES + ALL_SCALE_BYTES;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform
-  int rank = 0;
-  if (SPLIT_K > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  const int rank = SPLIT_K > 1 ? cluster_rank() : 0;
   const Output output = {SWAP_AB ? w_scale : x_scale, SWAP_AB ? x_scale : w_scale, bias, y, m, n,
                          SWAP_AB ? w_stride : x_stride, SWAP_AB ? x_stride : w_stride};
   // overlaps the previous kernel

@@ -120,9 +120,7 @@ struct Epilogue {
 #pragma unroll
       for (int w = 0; w < 4 * WARPGROUPS; w++) magnitude = max(magnitude, facts.of_warp[w][token]);
       if (CLUSTER > 1) {
-        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
-                         in_block(shared(&facts.of_peer[parity][token]), rank ^ 1)),
-                     "r"(magnitude), "r"(in_block(received, rank ^ 1)) : "memory");
+        send(in_block(shared(&facts.of_peer[parity][token]), rank ^ 1), magnitude, in_block(received, rank ^ 1));
         barrier_wait_cluster(received, parity);
         magnitude = max(magnitude, *(volatile u32*)&facts.of_peer[parity][token]);
       }

@@ -350,8 +350,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
   const Ring ring = {full, full.after(STAGES), w_ring, x_ring, x_ring + STAGES * X_STAGE_BYTES};
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform
   const bool producer = warp >= 4 * WARPGROUPS, loads_weights = warp == 4 * WARPGROUPS;
-  [[maybe_unused]] int rank = 0;
-  if (CLUSTER > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  [[maybe_unused]] const int rank = CLUSTER > 1 ? cluster_rank() : 0;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       barrier_init(ring.full[s], 2);  // warps that load

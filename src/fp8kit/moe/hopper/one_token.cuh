@@ -103,15 +103,3 @@ __device__ __forceinline__ float sum_of_quarters(float value) {
   value += __shfl_xor_sync(~0u, value, 8);
   return value + __shfl_xor_sync(~0u, value, 16);
 }
-
-__device__ __forceinline__ int cluster_rank() {
-  int rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-// Stores a word in the shared memory of a block of the cluster, and adds its bytes to a barrier there.
-__device__ __forceinline__ void send(u32 address, u32 word, u32 barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
-               "r"(word), "r"(barrier) : "memory");
-}
