@@ -248,7 +248,7 @@ def _quantization(call: Call, rows: Rows) -> list[Launch]:
     )
     launches = []
     for variant in variants:
-        counters = (variant.threads // 32 + 1) * problem.experts
+        counters = (variant.threads // 32 + 2) * problem.experts
         shared = 4 * (counters if variant.sorts == 2 else problem.top_k)
         kernel = _pairs_kernel(variant, shared, x.device.index)
         blocks = tokens if variant.quantizes else variant.cluster

@@ -36,7 +36,8 @@ __device__ __forceinline__ void sort_many(const Routes& routes, u32* counts, Tok
   const int stretch = (routes.pairs + all_warps * 32 - 1) / (all_warps * 32) * 32;
   const int begin = (rank * WARPS + warp) * stretch, end = min(begin + stretch, routes.pairs);
   u32* const own = counts + warp * experts;
-  u32* const of_block = counts + WARPS * experts;  // rows of each expert
+  u32* const of_block = counts + WARPS * experts;        // rows of each expert
+  int* const others_before = (int*)of_block + experts;  // tiles of earlier experts that have more than one
   for (int i = threadIdx.x; i < WARPS * experts; i += THREADS) counts[i] = 0;
   __syncthreads();
   int loaded[LOADS];  // several loads in flight: a warp has no other work to hide their latency
@@ -74,29 +75,47 @@ __device__ __forceinline__ void sort_many(const Routes& routes, u32* counts, Tok
     }
     return rows;
   };
-  // tiles of the experts of this thread, then of all before them
-  const int each = (experts + THREADS - 1) / THREADS, first = min((int)threadIdx.x * each, experts);
-  const int last = min(first + each, experts);
-  int tiled = 0, before;
-  for (int e = first; e < last; e++) tiled += (rows_of(e, before) + TILE_TOKENS - 1) / TILE_TOKENS;
-  const int through = inclusive_sum(tiled);
+  // Experts of one tile mostly wait for memory, others for MMAs. The former are spread evenly over the tiles
+  // of the latter, so that both are under way at any time. A thread places one expert.
+  constexpr int SINGLE = 1 << 20;
+  const int expert = threadIdx.x;
+  int before = 0;
+  const int rows = expert < experts ? rows_of(expert, before) : 0, tiled = (rows + TILE_TOKENS - 1) / TILE_TOKENS;
+  const int own_tiles = tiled == 1 ? SINGLE : tiled, through = inclusive_sum(own_tiles);
   if (lane == 31) sums[warp] = through;
   __syncthreads();
-  int tile = through - tiled + __reduce_add_sync(~0u, lane < warp ? sums[lane] : 0);
-  for (int e = first; e < last; e++) {
-    const int rows = rows_of(e, before), count = (rows + TILE_TOKENS - 1) / TILE_TOKENS;
+  const int earlier = through - own_tiles + __reduce_add_sync(~0u, lane < warp ? sums[lane] : 0);
+  const int all = __reduce_add_sync(~0u, lane < WARPS ? sums[lane] : 0);
+  const int singles = all / SINGLE, others = all % SINGLE;
+  if (expert < experts) others_before[expert] = earlier % SINGLE;
+  __syncthreads();
+  int tile;
+  if (tiled == 1) {
+    tile = earlier / SINGLE;
+    int low = 0;  // the first expert of more tiles that comes after this one
+    for (int high = experts; low < high;) {
+      const int middle = (low + high) / 2;
+      if (singles * others_before[middle] < (tile + 1) * others)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    tile += low < experts ? others_before[low] : others;
+  } else {
+    tile = earlier % SINGLE + singles * (earlier % SINGLE) / max(others, 1);
+  }
+  if (expert < experts) {
     int row = tile * TILE_TOKENS + before;
 #pragma unroll 8
     for (int w = 0; w < WARPS; w++) {
-      const int taken = counts[w * experts + e];
-      counts[w * experts + e] = row;
+      const int taken = counts[w * experts + expert];
+      counts[w * experts + expert] = row;
       row += taken;
     }
-    for (int i = rank; i < count; i += CLUSTER) tiles[tile + i] = {e, rows, i << 16 | count, 0};
-    tile += count;
+    for (int i = rank; i < tiled; i += CLUSTER) tiles[tile + i] = {expert, rows, i << 16 | tiled, 0};
   }
-  if (rank == 0 && threadIdx.x == THREADS - 1) {
-    tile_count[0] = tile;
+  if (rank == 0 && threadIdx.x == 0) {
+    tile_count[0] = singles + others;
     tile_count[1] = tile_count[2] = 0;  // tiles that the products have taken
   }
   cluster_barrier();  // no block leaves while another reads its counts
