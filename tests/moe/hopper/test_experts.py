@@ -149,6 +149,20 @@ def test_tokens_have_the_bits_that_they_have_alone(case: str, tokens: int) -> No
         assert_bits_equal(run(layer, x[part], ids[part], weights[part]), y[part])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [37, 1024])
+def test_experts_of_one_tile_may_lie_between_those_of_many(count: int) -> None:
+    """The sort spreads them; each token keeps the bits that it has among few, which it leaves."""
+    layer = random_layer((ROW, ROW), SWIGLU, (count, 32, 48), False)
+    popularity = 1.0 / torch.arange(1, count + 1)
+    ids = torch.multinomial(popularity[torch.randperm(count)].expand(840, -1), 3)
+    x, weights = torch.randn(840, 32).to(BF16), torch.rand(840, 3)
+    parts = [slice(start, start + 40) for start in range(0, 840, 40)]
+    alone = torch.cat([run(layer, x[part], ids[part], weights[part]) for part in parts])
+    for config in CONFIGS:
+        assert_bits_equal(run(layer, x, ids, weights, config), alone)
+
+
 @pytest.mark.parametrize(
     ("changes", "tiles"),
     [
