@@ -114,7 +114,8 @@ def check_shapes(layer: nn.Module, state_dict: Mapping[str, Any], prefix: str, *
     """
     for kind in kinds:
         held, given = layer._parameters.get(kind), state_dict.get(prefix + kind)
-        if held is not None and given is not None and held.shape != given.shape:
+        # nn.Module names what is no tensor
+        if held is not None and isinstance(given, Tensor) and held.shape != given.shape:
             raise CheckpointError(
                 f"size mismatch for {prefix}{kind}: it is {list(given.shape)}.",
                 f"The layer holds {list(held.shape)}.",
