@@ -178,7 +178,7 @@ def cutlass_scaled_mm(
         scale_b: one number or one per column of ``b``, likewise; or one per 128x128,
             ``[ceil(K / 128), ceil(N / 128)]``.
         out_dtype: bf16, fp16 or fp32.
-        bias: ``[N]``, any float dtype.
+        bias: ``[N]``, bf16, fp16 or fp32.
 
     Returns:
         ``[M, N]``.
