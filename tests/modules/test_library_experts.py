@@ -165,3 +165,14 @@ def test_an_interrupt_leaves_experts_dense(
     assert interrupted(lambda: fp8kit.convert(model), quantize_stack, visit=visit)
     assert torch.equal(model["experts"](*given), dense(*given))
     assert len(fp8kit.convert(model).stacks) == 1
+
+
+@pytest.mark.parametrize("visit", [1, 2])
+def test_an_interrupt_leaves_experts_fp8(visit: int, given: tuple[Tensor, Tensor, Tensor]) -> None:
+    module = converted(Unbounded(nn.SiLU()))
+    y = module(*given)
+    assert interrupted(module.to_dense, fp8kit.dequantize, visit=visit)
+    assert torch.equal(module(*given), y)
+    module.to_dense()
+    assert type(module) is Unbounded
+    assert 1e-3 < numerics.relative_error(module(*given), y) < 0.1

@@ -72,6 +72,7 @@ class LibraryExperts(ExpertTensors):
 
     def to_dense(self, dtype: torch.dtype | None = None) -> None:
         """Become the dense class again, in place, with the kept weights or else decoded ones."""
+        parameters, held = dict(self._parameters), dict(vars(self))
         for name in self.stacks.names:
             q, kept = self.quantized(name), self.originals.get(name)
             if kept is None:
@@ -79,14 +80,14 @@ class LibraryExperts(ExpertTensors):
                 dense = dense.transpose(1, 2).contiguous() if self.stacks.transposed else dense
             else:
                 dense = kept.to(q.device, dtype or kept.dtype)
-            self._parameters[name] = nn.Parameter(dense)
+            parameters[name] = nn.Parameter(dense)
             for kind in FROZEN_KINDS[1:]:
-                self._parameters.pop(name + kind, None)
+                parameters.pop(name + kind, None)
         if hasattr(self, "is_transposed"):
-            self.is_transposed = self.stacks.transposed
+            held["is_transposed"] = self.stacks.transposed
         for own in ("stacks", "scheme", "compute_dtype", "originals", "settled", "form_note"):
-            self.__dict__.pop(own, None)
-        self.__class__ = cast(Any, self.dense_class)
+            held.pop(own, None)
+        take_form(self, self.dense_class, held | {"_parameters": parameters})
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Return the arguments of a call in the order of the dense class; refuse further ones."""
