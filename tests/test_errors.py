@@ -262,9 +262,9 @@ CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: workers_on(["cpu"], "2"),
          "Got '2' workers. ... 1 to 1024 do the work ... Leave it out"),
         (lambda: fp8kit.quantize_checkpoint("", "dir"),
-         "Got an empty path as a checkpoint. ... the path of ... or '.' for"),
+         "Got an empty path as a checkpoint. ... the path of ... such as 'model-fp8'"),
         (lambda: fp8kit.quantize_checkpoint(".", ""),
-         "Got an empty path as the destination. ... the path of ... or '.' for"),
+         "Got an empty path as the destination. ... the path of ... such as 'model-fp8'"),
         (lambda: fp8kit.load("a\0b"),
          r"Got 'a\x00b' as a checkpoint. ... no null character. ... Look at what made it"),
         (lambda: setattr(converted()[0], "scheme", "FP8_BLOCK"),
@@ -336,8 +336,11 @@ CASES: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
          "Got x of shape (2, 4, 256) in 128x128 groups. ... one matrix [M, K] ... Flatten x "
          "before it is quantized"),
         (lambda: fp8kit.linear(X, W, torch.ones(3)),
-         "Got a bias of shape (3,) and dtype torch.float32. ... needs a float bias of shape "
-         "(128,) ... one value per output feature"),
+         "Got a bias of shape (3,) and dtype torch.float32. ... needs a bias (128,) "
+         "in bf16, fp16 or fp32. ... one value per output feature"),
+        (lambda: fp8kit.linear(X, W, torch.ones(128, dtype=torch.float64)),
+         "Got a bias of shape (128,) and dtype torch.float64. ... bf16, fp16 or fp32. ... call "
+         ".float() on other dtypes"),
         (lambda: fp8kit.linear(X, W, torch.ones(128, device="meta")),
          "Got x on cpu and a bias on meta. ... one device ... Move them to the same device."),
         (lambda: fp8kit.linear(X, W, accum="exact"),

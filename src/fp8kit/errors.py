@@ -60,7 +60,7 @@ def as_path(value: object, what: str) -> Path:
         raise InvalidValue(
             f"Got an empty path as {what}.",
             "It must be the path of a directory or a file.",
-            "Pass it, such as 'model-fp8', or '.' for the working directory.",
+            "Pass it, such as 'model-fp8'.",
         )
     value = os.fspath(value) if isinstance(value, os.PathLike) else value
     if isinstance(value, str):

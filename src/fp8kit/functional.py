@@ -132,7 +132,7 @@ def scaled_mm(
     Args:
         x_q: activations ``[..., K]``.
         w_q: weight ``[N, K]``.
-        bias: ``[N]``, any float dtype.
+        bias: ``[N]``, bf16, fp16 or fp32.
         out_dtype: bf16, fp16 or fp32.
         accum: ``"precise"`` sums in fp32, or promotes sums to fp32 so often (every 128 of K) that
             data of one sign is biased by under 1e-3; ``"fast"`` permits Hopper's short accumulator.
@@ -195,7 +195,7 @@ def linear(
         x: bf16, fp16 or fp32 ``[..., K]``, any strides; or a ``QTensor``, which is multiplied as it
             is, without a gradient.
         w_q: weight ``[N, K]``.
-        bias: ``[N]``, any float dtype.
+        bias: ``[N]``, bf16, fp16 or fp32.
         scheme: how ``x`` is quantized; by default the standard partner of ``w_q.group``
             (row and tensor: per token, block: 1x128, MX: MX).
         input_scale: fp32 ``[1, 1]``, the static scale with which ``x`` is quantized per tensor;

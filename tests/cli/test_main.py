@@ -718,7 +718,7 @@ def test_an_empty_path_is_not_the_working_directory(
     monkeypatch.chdir(tmp_path / "nano")
     said = failure(run(*arguments))
     assert f"Got an empty path as {name}." in said
-    assert "'.' for the working directory" in said
+    assert "Pass it, such as 'model-fp8'." in said
     assert not Path("out").exists()
 
 
@@ -745,6 +745,21 @@ def test_a_destination_that_cannot_be(tmp_path: Path, monkeypatch: pytest.Monkey
         assert expected[destination] in said
     assert sorted(os.listdir()) == ["file", "nano"]
     assert run("quantize", "nano/", "deep/er/out/").exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["quantize", "convert-checkpoint"])
+@pytest.mark.parametrize("destination", [".", "..", "../out"])
+def test_the_working_directory_is_not_exchanged(
+    command: str, destination: str, quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rename would leave the process and its shell in a directory that is gone."""
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    source = NANO if command == "quantize" else quantized
+    said = failure(run(command, source, destination, "--overwrite"))
+    assert "is or holds the working directory" in said
+    assert Path.cwd() == tmp_path / "out"
+    assert run(command, source, "below").exit_code == 0
 
 
 @pytest.mark.parametrize("command", ["quantize", "convert-checkpoint"])

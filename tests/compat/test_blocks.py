@@ -97,6 +97,11 @@ def test_both_orders_of_arguments_are_taken(x: Tensor) -> None:
     for powers in (False, True):
         by_place = compat.per_block_cast_to_fp8(x, powers, 64)[1]
         assert torch.equal(by_place, compat.per_block_cast_to_fp8(x, [64, 64], powers)[1])
+    by_name = compat.per_block_cast_to_fp8(x, use_ue8m0=True, gran_k=64)[1]
+    assert torch.equal(by_name, compat.per_block_cast_to_fp8(x, True, gran_k=64)[1])
+    assert compat.per_block_cast_to_fp8(x, [64, 64], gran_k=64)[1].shape == (1, 5)
+    with pytest.raises(ValueError, match="Both name the sides of a block"):
+        compat.per_block_cast_to_fp8(x, [4, 64], gran_k=64)
     for wrong in ((True, True), ([64, 64], 64)):
         with pytest.raises(TypeError, match="after use_ue8m0 it is gran_k"):
             compat.per_block_cast_to_fp8(x, *wrong)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -26,6 +28,16 @@ def test_a_cpu_supports_nothing_and_unknown_kinds_are_refused() -> None:
     assert not any(compat.supports(kind, "cpu") for kind in NAMES.values())
     with pytest.raises(ValueError, match="Did you mean 'block_fp8'"):
         compat.supports("blockfp8")
+
+
+@pytest.mark.parametrize("device", ["nope", True, -1, [0]])
+def test_what_names_no_device_is_refused(device: Any) -> None:
+    with pytest.raises(ValueError, match=r"Got device=.* It must be a device"):
+        compat.supports("fp8", device)
+
+
+def test_a_device_that_is_not_here_supports_nothing() -> None:
+    assert not compat.supports("fp8", f"cuda:{torch.cuda.device_count()}")
 
 
 @pytest.mark.parametrize(

@@ -300,6 +300,16 @@ def test_a_model_without_a_layer_to_replace_gets_a_warning() -> None:
         enable_fp8_gemm(nn.Sequential(nn.Linear(8, 8)), module_filter=lambda n, m: False)
 
 
+def test_a_kept_weight_is_not_converted_under_the_layer_that_reads_it() -> None:
+    options = FP8GemmOptions(fp16_weight_storage="keep")
+    model = enable_fp8_gemm(nn.Sequential(nn.Linear(128, 128)), options=options)
+    x = torch.randn(2, 128)
+    y = model(x)
+    with pytest.warns(UserWarning, match="No layer becomes FP8: FP8Linear"):
+        assert not fp8kit.convert(model).converted
+    assert_bits_equal(model(x), y)
+
+
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Got a model of type dict.*pipeline\.transformer"):
         enable_fp8_gemm({})  # type: ignore[arg-type]

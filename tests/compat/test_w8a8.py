@@ -201,6 +201,15 @@ def test_products_drop_padding_and_restore_the_shape(x: Tensor, w: Tensor, name:
     assert_matmul(y.view(4, N), decoded(codes[:4], scale), decoded(b, t))
 
 
+def test_scales_of_groups_are_not_taken_for_those_of_rows(x: Tensor, w: Tensor) -> None:
+    a, (b, t) = fp8kit.quantize(x, fp8kit.GroupShape(1, 16)), quantized(w)
+    operands = {"weight": b.t(), "scale_b": t, "bias": None, "output_shape": [M, N]}
+    with pytest.raises(ValueError, match="one scale, or one for each of its rows"):
+        compat.cutlass_w8a8_scaled_mm(
+            qinput=a.data, scale_a=a.scale, out_dtype=torch.float16, **operands
+        )
+
+
 def test_dispatch_w8a8_scaled_mm_names_the_product() -> None:
     choose = compat.dispatch_w8a8_scaled_mm
     assert choose("cutlass", False, True) is compat.cutlass_w8a8_scaled_mm

@@ -230,6 +230,7 @@ def test_what_to_convert_is_the_users_choice(tmp_path: Path) -> None:
         load(tmp_path, quantization_config=Fp8KitConfig(exclude=["*.to_z"]), torch_dtype=BF16)
     with pytest.raises(ValueError, match=r"calibrate="):
         Fp8KitConfig("FP8")
+    assert Fp8KitConfig(fp8kit.SCHEMES["MXFP8"]).to_dict() == Fp8KitConfig("MXFP8").to_dict()
 
 
 def test_averages_are_saved_by_the_model(tmp_path: Path) -> None:

@@ -358,6 +358,16 @@ def test_from_pretrained_with_our_config(nano: Path) -> None:
     assert_same(model, load(nano))
 
 
+def test_a_config_takes_a_scheme_as_all_functions_do() -> None:
+    config = plugin.Fp8KitConfig(fp8kit.SCHEMES["FP8_BLOCK"])
+    assert config.to_dict() == plugin.Fp8KitConfig("FP8_BLOCK").to_dict()
+    mine = fp8kit.Scheme("MINE", ROW, fp8kit.GROUP128)
+    model = stock(NANO, quantization_config=plugin.Fp8KitConfig(mine))
+    assert model.model.layers[0].self_attn.o_proj.scheme == mine
+    with pytest.raises(ValueError, match="calibrat"):
+        plugin.Fp8KitConfig(fp8kit.SCHEMES["FP8"])
+
+
 @pytest.mark.parametrize("read", [lambda d: d, plugin.Fp8KitConfig.from_dict], ids=["", "read"])
 def test_a_config_survives_a_dictionary(read: Callable[[Any], Any], tmp_path: Path) -> None:
     config = plugin.Fp8KitConfig("FP8_TENSOR", ["*.mlp.*"], exclude=["*.down_proj"], strict=True)

@@ -97,6 +97,37 @@ def test_leading_dimensions_and_logits() -> None:
     assert_bits_equal(layer(x, *alone), layer(x, ids, weights))  # a 1 does not change the order
 
 
+@pytest.mark.parametrize("also", [{"top_k_index": 0}, {"top_k_weights": 1}])
+@pytest.mark.parametrize("how", ["forward", "apart"])
+def test_logits_beside_ids_or_weights_are_refused(how: str, also: dict[str, int]) -> None:
+    """One of them would be ignored."""
+    _, layer = make()
+    layer.routing, layer.shared = functools.partial(moe.route, top_k=2), 1
+    x, *routes = routed()
+    given = {name: routes[place] for name, place in also.items()}
+    with pytest.raises(ValueError, match="Got logits beside ids or weights"):
+        getattr(layer, how)(x, logits=torch.randn(6, 5), **given)
+
+
+def test_what_a_routing_returns_is_checked() -> None:
+    _, layer = make()
+    layer.routing = lambda logits: logits  # type: ignore[assignment,return-value]
+    with pytest.raises(TypeError, match=r"layer\.routing returned"):
+        layer(torch.randn(6, 64), logits=torch.randn(6, 5))
+    with pytest.raises(TypeError, match="Got logits of type list"):
+        layer(torch.randn(6, 64), logits=[[0.0]])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [None, 1.5, [1.0]])
+@pytest.mark.parametrize("name", ["gate_up_proj", "gate_up_proj_scale"])
+def test_what_is_no_tensor_in_a_state_dict_is_refused(name: str, value: object) -> None:
+    _, layer = make()
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(RuntimeError, match=name):
+        layer.load_state_dict({**layer.state_dict(), name: value})
+    assert_same_tensors(layer.state_dict(), before)
+
+
 @pytest.mark.parametrize("scheme", ["FP8", "MXFP8"])
 def test_casts_and_copies_keep_codes_and_scales(scheme: str) -> None:
     _, layer = make(scheme)

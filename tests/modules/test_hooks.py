@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from transformers.utils.output_capturing import install_output_capuring_hook
 
 import fp8kit
 from fp8kit.integrations.quantizer_of_layers import restore_dense
-from fp8kit.modules.hooks import is_watched
+from fp8kit.modules.hooks import become, is_watched
+from interrupts import interrupted
 from numerics import assert_bits_equal, relative_error
 from recorded_calls import install
 from replayed_layers import CALLS, is_replayed, of_attention, run
@@ -97,6 +99,20 @@ def test_a_scale_of_somebody_is_not_taken_for_ours() -> None:
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
     model[0].register_buffer("weight_scale", torch.ones(()))
     assert [r.name for r in fp8kit.convert(model).converted] == ["1"]
+
+
+def test_an_interrupt_leaves_a_layer_dense_or_fp8() -> None:
+    kinds = list[type]()
+    for step in itertools.count():
+        layer = nn.Linear(128, 128)
+        y, made = layer(X), fp8kit.Fp8Linear.from_linear(layer)
+        early = interrupted(lambda: become(layer, made), become, step=step)  # noqa: B023
+        kinds.append(type(layer))
+        assert relative_error(layer(X), y) < 0.08
+        if not early:
+            break
+    assert kinds.count(nn.Linear) > 20
+    assert kinds[-2:] == [fp8kit.Fp8Linear] * 2  # before its return, and not interrupted
 
 
 @pytest.fixture

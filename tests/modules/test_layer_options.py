@@ -197,6 +197,9 @@ def test_the_process_chooses_sums_and_invariance() -> None:
     assert found.strip() == "fast True fast True ('fast', True)"
     assert run().stdout.strip() == "precise False precise False ('precise', False)"
     assert "FP8KIT_ACCUM is 'quick'" in run(FP8KIT_ACCUM="quick").stderr
+    assert (
+        "FP8KIT_CACHE_DIR is '~of-nobody/x'. It must" in run(FP8KIT_CACHE_DIR="~of-nobody/x").stderr
+    )
 
 
 def test_a_misspelt_variable_is_a_warning() -> None:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import fp8kit
 import numerics
+from fp8kit.modules.expert_stacks import quantize_stack
+from interrupts import interrupted
 
 E, H, N = 4, 128, 128
 
@@ -151,3 +153,26 @@ def test_experts_that_an_earlier_version_pickled_load(given: tuple[Tensor, ...])
     old = text.replace(b"fp8kit.modules.library_experts", b"fp8kit.modules.stacked_experts")
     assert old != text
     assert torch.equal(pickle.loads(old)(*given), module(*given))
+
+
+@pytest.mark.parametrize("visit", [1, 2])
+def test_an_interrupt_leaves_experts_dense(
+    visit: int, given: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Before the second stack the first one is FP8, which the dense class cannot compute with."""
+    dense = Unbounded(nn.SiLU())
+    model = nn.ModuleDict({"experts": copy.deepcopy(dense)})
+    assert interrupted(lambda: fp8kit.convert(model), quantize_stack, visit=visit)
+    assert torch.equal(model["experts"](*given), dense(*given))
+    assert len(fp8kit.convert(model).stacks) == 1
+
+
+@pytest.mark.parametrize("visit", [1, 2])
+def test_an_interrupt_leaves_experts_fp8(visit: int, given: tuple[Tensor, Tensor, Tensor]) -> None:
+    module = converted(Unbounded(nn.SiLU()))
+    y = module(*given)
+    assert interrupted(module.to_dense, fp8kit.dequantize, visit=visit)
+    assert torch.equal(module(*given), y)
+    module.to_dense()
+    assert type(module) is Unbounded
+    assert 1e-3 < numerics.relative_error(module(*given), y) < 0.1

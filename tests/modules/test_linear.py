@@ -15,7 +15,13 @@ from fp8kit.errors import UnsupportedError
 from fp8kit.formats import SCHEMES, TENSOR, Scheme
 from fp8kit.modules.entries import quantize_weight
 from fp8kit.modules.linear import Fp8Linear
-from numerics import assert_bits_equal, assert_matmul, assert_scheme_error, relative_error
+from numerics import (
+    assert_bits_equal,
+    assert_matmul,
+    assert_same_tensors,
+    assert_scheme_error,
+    relative_error,
+)
 
 N, K = 96, 200
 DYNAMIC = [name for name, scheme in SCHEMES.items() if not scheme.static]
@@ -575,6 +581,16 @@ def test_a_scale_without_its_weight_is_refused() -> None:
     layer = fp8kit.Fp8Linear.from_linear(nn.Linear(64, 32))
     with pytest.raises(RuntimeError, match="weight_scale comes without"):
         layer.load_state_dict({"weight_scale": torch.ones(32, 1)}, strict=False)
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_scale", "bias"])
+@pytest.mark.parametrize("value", [None, 1.5, [1.0], "of somebody"])
+def test_what_is_no_tensor_in_a_state_dict_is_refused(name: str, value: object) -> None:
+    layer = fp8kit.Fp8Linear.from_linear(nn.Linear(64, 64))
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(RuntimeError, match=f"{name}|Got a scale"):
+        layer.load_state_dict({**layer.state_dict(), name: value})
+    assert_same_tensors(layer.state_dict(), before)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -111,11 +111,11 @@ def evaluate(
     agreement of next tokens and both perplexities.
     """
     check_pair(open_checkpoint(source), open_checkpoint(result))
-    quantized = models.load(result, device=device)
     language = models.integration("transformers_evaluation")
-    dense = language.load_dense(source, device)
+    # before the models, whose loading may take minutes
     batches = language.text_batches(source, text, tokens, length, device)
-    found = compare(quantized, dense, batches)
+    quantized = models.load(result, device=device)
+    found = compare(quantized, language.load_dense(source, device), batches)
     print_result(found.to_dict() if as_json else str(found), as_json)
 
 

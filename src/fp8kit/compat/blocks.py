@@ -116,13 +116,14 @@ def per_block_cast_to_fp8(
         block_size: rows and columns per scale, as in vLLM; or ``use_ue8m0``, which comes second in
             DeepGEMM.
         use_ue8m0: round scales up to powers of two; or ``gran_k``, which comes third in DeepGEMM.
-        gran_k: the side of a block, under DeepGEMM's name; with ``use_ue8m0`` in second place only.
+        gran_k: the side of a block, under DeepGEMM's name.
 
     Returns:
         e4m3fn ``[M, K]`` and fp32 ``[ceil(M / rows), ceil(K / columns)]``.
 
     Raises:
         TypeError: for a side where ``use_ue8m0`` is expected, or the other way round.
+        ValueError: if ``block_size`` and ``gran_k`` name different sides.
 
     Example:
         >>> codes, scale = fp8kit.compat.per_block_cast_to_fp8(torch.randn(130, 256))
@@ -140,6 +141,14 @@ def per_block_cast_to_fp8(
     if isinstance(block_size, bool):
         side = third or gran_k
         third, block_size = block_size, (side, side)
+    elif gran_k != _SIDE:
+        if tuple(block_size) not in ((_SIDE, _SIDE), (gran_k, gran_k)):
+            raise InvalidValue(
+                f"Got block_size={block_size!r} and gran_k={gran_k!r}.",
+                "Both name the sides of a block.",
+                "Pass one of them.",
+            )
+        block_size = (gran_k, gran_k)
     return _quantized(x, _block(block_size), _CAST_FLOOR, bool(third))
 
 

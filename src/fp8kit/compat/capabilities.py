@@ -15,6 +15,7 @@ from fp8kit.formats import BLOCK, GROUP128, SCHEMES, Scheme
 from fp8kit.matmul.problem import DECODING, MATMUL_BACKENDS, linear_problem
 from fp8kit.moe.functional import grouped_scaled_mm
 from fp8kit.moe.problem import MOE_BACKENDS, GroupedProblem
+from fp8kit.ops.validation import check_device
 
 _N, _K, _M = 256, 256, 32
 DECODING_EXPERTS = ("by_expert", "reference")
@@ -39,10 +40,11 @@ def supports(kind: str, device: torch.device | str | None = None) -> bool:
         kind: ``"fp8"`` (scales per tensor, token or channel), ``"block_fp8"`` (128x128),
             ``"group_gemm"`` (experts), ``"sparse"`` (2:4, of which there is none here), or
             ``"torch_rowwise"`` (torch's own product with a scale per row).
-        device: by default the current CUDA device, if there is one.
+        device: by default the current CUDA device, if there is one. One that is not on this
+            machine supports nothing.
 
     Raises:
-        ValueError: for an unknown kind.
+        ValueError: for an unknown kind, or if ``device`` names no device.
 
     Example:
         >>> fp8kit.compat.supports("fp8", "cpu")
@@ -53,8 +55,10 @@ def supports(kind: str, device: torch.device | str | None = None) -> bool:
         if not torch.cuda.is_available():
             return False
         device = torch.device("cuda", torch.cuda.current_device())
+    check_device(device)
     device = torch.device(device)
-    return device.type == "cuda" and _probed(kind, device)
+    found = device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
+    return found and _probed(kind, device)
 
 
 @functools.cache

@@ -97,7 +97,7 @@ class Fp8LinearOp:
             out_dtype: of the result; by default that of ``input`` (bf16 for codes).
             input_scale: one number for static quantization; without it, scales are dynamic.
             input_scale_ub: bounds amax of each token; ignored with ``input_scale``, as in vLLM.
-            bias: ``[N]``, any float dtype.
+            bias: ``[N]``, bf16, fp16 or fp32.
             use_per_token_if_dynamic: overrides what the constructor said.
 
         Raises:

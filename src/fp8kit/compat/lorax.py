@@ -40,7 +40,7 @@ def apply_fp8_linear(
         weight_scale: one number or one per channel, in any shape and float dtype.
         input_scale: one number for static quantization; without it, scales are dynamic, per token.
         input_scale_ub: bounds amax of each token; ignored with ``input_scale``, as in LoRAX.
-        qbias: ``[N]``, any float dtype.
+        qbias: ``[N]``, bf16, fp16 or fp32.
 
     Returns:
         ``[..., N]`` in the dtype of ``input``.
@@ -69,7 +69,7 @@ class Fp8Linear(nn.Module):
 
     Args:
         weight: FP8 ``[N, K]``.
-        bias: ``[N]``, any float dtype, or ``None``.
+        bias: ``[N]``, bf16, fp16 or fp32, or ``None``.
         weight_scale: one number or one per channel, in any shape and float dtype.
         input_scale: one number for static quantization, or ``None`` for dynamic scales per token.
 

@@ -224,7 +224,7 @@ class Mxfp8LinearOp:
             weight: e4m3fn ``[N, K]``.
             weight_scale: E8M0 ``[N, ceil(K / 32)]``, or swizzled and flat except for ``EMULATION``.
             out_dtype: of the result.
-            bias: ``[N]``, any float dtype.
+            bias: ``[N]``, bf16, fp16 or fp32.
             workspace: accepted and ignored.
             sizes: ``size_n`` and ``size_k``, or ``out_features`` and ``in_features``: ignored, too.
 

@@ -80,7 +80,7 @@ class _OnlineLinearMethod(OnlineMethod):
         Args:
             layer: whose weight was processed.
             x: bf16, fp16 or fp32 ``[..., K]``.
-            bias: ``[N]``, any float dtype.
+            bias: ``[N]``, bf16, fp16 or fp32.
 
         Raises:
             RuntimeError: if the weight was not processed yet.

@@ -178,7 +178,7 @@ def cutlass_scaled_mm(
         scale_b: one number or one per column of ``b``, likewise; or one per 128x128,
             ``[ceil(K / 128), ceil(N / 128)]``.
         out_dtype: bf16, fp16 or fp32.
-        bias: ``[N]``, any float dtype.
+        bias: ``[N]``, bf16, fp16 or fp32.
 
     Returns:
         ``[M, N]``.
@@ -225,7 +225,7 @@ def cutlass_w8a8_scaled_mm(
     """Multiply codes with any of the four pairings of scales.
 
     Args:
-        qinput: FP8 ``[M, K]``; rows beyond those of ``input_2d`` are padding.
+        qinput: FP8 ``[M, K]``; rows beyond those of ``input_2d`` are padding, also of ``scale_a``.
         weight: FP8 ``[K, N]``, the view of what is stored.
         out_dtype: of the result.
         scale_a: of ``qinput``, per tensor or per token.
@@ -247,7 +247,8 @@ def cutlass_w8a8_scaled_mm(
     """
     given = kwargs.get("input_2d")
     rows = qinput.shape[0] if given is None else given.shape[0]
-    scale_a = scale_a.reshape(-1)[:rows] if scale_a.numel() > 1 else scale_a
+    if scale_a.numel() == qinput.shape[0] > 1:
+        scale_a = scale_a.reshape(-1)[:rows]
     y = cutlass_scaled_mm(qinput[:rows], weight, scale_a, scale_b, out_dtype, bias)
     return y.view(*output_shape)
 

@@ -56,7 +56,8 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The ``quantization_config`` for a model of diffusers or a part of a pipeline.
 
     Args:
-        scheme: name of a preset without calibration, e.g. ``"FP8_DYNAMIC"``.
+        scheme: name of a preset without calibration, e.g. ``"FP8_DYNAMIC"``, or another scheme: a
+            ``Scheme``, or its fields as in a saved config.
         include: as in ``fp8kit.plan``.
         exclude: as in ``fp8kit.plan``.
         strict: as in ``fp8kit.plan``.
@@ -78,7 +79,7 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def __init__(
         self,
-        scheme: str | JsonObject = "FP8_DYNAMIC",
+        scheme: Scheme | str | JsonObject = "FP8_DYNAMIC",
         include: Sequence[str] | LayerFilter | None = None,
         exclude: Sequence[str] | LayerFilter | None = None,
         strict: bool = False,
@@ -87,6 +88,7 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         quant_method: str = METHOD,
         mx_form: str | None = None,  # noqa: ARG002
     ) -> None:
+        scheme = plain(scheme) if isinstance(scheme, Scheme) else scheme
         if layers is None:
             refuse_static(scheme_of_plain(scheme))
         self.quant_method = _Method(quant_method)

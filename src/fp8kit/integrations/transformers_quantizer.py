@@ -63,8 +63,8 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The ``quantization_config`` by which ``from_pretrained`` quantizes while loading.
 
     Args:
-        scheme: name of a preset without calibration, e.g. ``"FP8_DYNAMIC"``. ``fp8kit.load`` may
-            pass any other scheme, as the dictionary that ``plain`` makes.
+        scheme: name of a preset without calibration, e.g. ``"FP8_DYNAMIC"``, or another scheme: a
+            ``Scheme``, or the dictionary that ``plain`` makes of one.
         include: as in ``fp8kit.plan``.
         exclude: as in ``fp8kit.plan``.
         strict: as in ``fp8kit.plan``.
@@ -85,7 +85,7 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def __init__(
         self,
-        scheme: str | JsonObject = "FP8_DYNAMIC",
+        scheme: Scheme | str | JsonObject = "FP8_DYNAMIC",
         include: Sequence[str] | LayerFilter | None = None,
         exclude: Sequence[str] | LayerFilter | None = None,
         strict: bool = False,
@@ -95,6 +95,7 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         mx_form: str | None = None,
     ) -> None:
         check_switch("strict", strict)
+        scheme = plain(scheme) if isinstance(scheme, Scheme) else scheme
         if layers is None:
             refuse_static(scheme_of_plain(scheme))
         self.quant_method = quant_method

@@ -139,7 +139,7 @@ class MatmulProblem:
 class MatmulOperands(NamedTuple):
     """The operands: ``x [M, K]``, codes ``w [N, K]``, and their scales, per group of the problem.
 
-    ``x`` holds codes, or bf16, fp16 or fp32 without scales; the bias is ``[N]``, any float dtype.
+    ``x`` holds codes, or bf16, fp16 or fp32 without scales; the bias is ``[N]``, one of these.
     """
 
     x: Tensor

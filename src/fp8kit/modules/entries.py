@@ -37,6 +37,8 @@ def quantized_entries(
     state_dict = _as_held(state_dict, prefix)
     weight = state_dict.get(prefix + "weight")
     scale = state_dict.get(prefix + "weight_scale")
+    if not isinstance(weight, Tensor | None):
+        return state_dict  # torch names what is no tensor
     if weight is None and scale is not None:
         raise CheckpointError(
             f"{prefix}weight_scale comes without {prefix}weight.",
@@ -99,7 +101,8 @@ def _as_held(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
     if inverse in state_dict and scale not in state_dict:
         state_dict = {scale if n == inverse else n: t for n, t in state_dict.items()}
     held = {n: state_dict[n] for n in (scale, f"{prefix}input_scale") if n in state_dict}
-    flat = {n: t.reshape(1, 1) for n, t in held.items() if t.shape in ((), (1,))}
+    one = {n: t for n, t in held.items() if isinstance(t, Tensor) and t.shape in ((), (1,))}
+    flat = {n: t.reshape(1, 1) for n, t in one.items()}
     return state_dict | flat if flat else state_dict
 
 
@@ -111,7 +114,8 @@ def check_shapes(layer: nn.Module, state_dict: Mapping[str, Any], prefix: str, *
     """
     for kind in kinds:
         held, given = layer._parameters.get(kind), state_dict.get(prefix + kind)
-        if held is not None and given is not None and held.shape != given.shape:
+        # nn.Module names what is no tensor
+        if held is not None and isinstance(given, Tensor) and held.shape != given.shape:
             raise CheckpointError(
                 f"size mismatch for {prefix}{kind}: it is {list(given.shape)}.",
                 f"The layer holds {list(held.shape)}.",

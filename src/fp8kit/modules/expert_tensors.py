@@ -191,8 +191,8 @@ class ExpertTensors(nn.Module):
         """Quantize a dense stack of a ``state_dict``; refuse codes or scales without the other."""
         key, scale_key = prefix + name, f"{prefix}{name}_scale"
         weight, scale = state.get(key), state.get(scale_key)
-        if weight is None and scale is None:
-            return
+        if (weight is None and scale is None) or not isinstance(weight, Tensor | None):
+            return  # nn.Module names what is no tensor
         coded = weight is not None and weight.dtype in FP8_FORMATS
         if weight is not None and not coded and scale is self._parameters[f"{name}_scale"]:
             scale = None  # set_model_state_dict fills missing entries with the layer's own

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit.errors import InvalidType, InvalidValue, check_switch
+from fp8kit.errors import InvalidValue, check_switch
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.modules import expert_stacks, layer_options, refusals
 from fp8kit.modules.entries import stored_tensors
@@ -16,9 +16,9 @@ from fp8kit.modules.expert_stacks import ExpertStacks
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.parameters import empty_tensors, frozen
 from fp8kit.moe.activation import Activation
-from fp8kit.moe.arguments import check_activation, check_rows, stacked_scale
+from fp8kit.moe.arguments import check_activation, check_rows, flat_routes, stacked_scale
 from fp8kit.moe.functional import experts
-from fp8kit.moe.routing import tokens_per_expert
+from fp8kit.moe.routing import pair_of, tokens_per_expert
 from fp8kit.ops import scale_validation, validation
 
 Routing = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -268,7 +268,11 @@ class Fp8Experts(ExpertTensors):
         return routed, common
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids and weights by ``routing``; raises ``ValueError`` if it is ``None``."""
+        """Return ids and weights by ``routing``.
+
+        Raises ``ValueError`` if it is ``None``, and ``TypeError`` if it returns anything else.
+        """
+        check_rows("logits", logits)
         if self.routing is None:
             raise InvalidValue(
                 "Got logits for a layer without a routing.",
@@ -276,7 +280,7 @@ class Fp8Experts(ExpertTensors):
                 "Set layer.routing = functools.partial(fp8kit.moe.route, top_k=2), or pass ids "
                 "and weights.",
             )
-        return self.routing(logits.reshape(-1, logits.shape[-1]))
+        return pair_of(self.routing(logits.reshape(-1, logits.shape[-1])), "layer.routing")
 
     @property
     def num_ids(self) -> int:
@@ -349,7 +353,16 @@ class Fp8Experts(ExpertTensors):
     ) -> tuple[Tensor, Tensor]:
         if x.dim() > 2:
             _check_leading(x, ids, weights, logits)
-        ids, weights = _flat(ids, weights) if logits is None else self.route(logits)
+        if logits is None:
+            ids, weights = flat_routes(ids, weights)
+        elif ids is None and weights is None:
+            ids, weights = self.route(logits)
+        else:
+            raise InvalidValue(
+                "Got logits beside ids or weights.",
+                "layer.routing makes ids and weights of logits, so one of them would be ignored.",
+                "Pass logits alone, or ids and weights.",
+            )
         if self.tokens is not None:
             self.tokens += tokens_per_expert(ids, self.tokens.shape[0])
         return ids, weights
@@ -412,16 +425,3 @@ def _check_leading(x: Tensor, *routes: Tensor | None) -> None:
                 "All but the last dimension are those of the tokens, or one for all of them.",
                 "Transpose them, or flatten both in the same order.",
             )
-
-
-def _flat(ids: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    if not isinstance(ids, Tensor) or not isinstance(weights, Tensor):
-        kinds = f"ids of type {type(ids).__name__} and weights of type {type(weights).__name__}"
-        raise InvalidType(
-            f"Got {kinds} for the tokens.",
-            "Experts take tensors of ids and weights, or logits.",
-            "Pass what fp8kit.moe.route gives, or logits= with layer.routing set.",
-        )
-    check_rows("ids", ids)
-    check_rows("weights", weights)
-    return ids.reshape(-1, ids.shape[-1]), weights.reshape(-1, weights.shape[-1])

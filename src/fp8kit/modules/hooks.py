@@ -37,10 +37,18 @@ def become(module: nn.Module, other: nn.Module, own: Collection[str] = ()) -> An
     new[passing] |= held[passing]
     known = {*own, *dir(other)}
     kept = {name: value for name, value in held.items() if name not in known}
-    module.__class__ = type(other)
-    held.clear()
-    held.update(new | kept)
+    take_form(module, type(other), new | kept)
     return module
+
+
+def take_form(module: nn.Module, kind: type[nn.Module], held: dict[str, Any]) -> None:
+    """Give a module a class and all that it holds; no interrupt or thread finds one without both.
+
+    ``held`` becomes the module's ``__dict__``.
+    """
+    parts = {"__dict__": held, "__class__": kind}
+    # one call into C, within which Python handles no signal and runs no other thread
+    list(map(object.__setattr__, (module, module), parts, parts.values()))
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from fp8kit.formats import QTensor, Scheme
 from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.expert_stacks import ExpertStacks, quantize_stack
 from fp8kit.modules.expert_tensors import FROZEN_KINDS, ExpertTensors, codes_shape
-from fp8kit.modules.hooks import is_watched
+from fp8kit.modules.hooks import is_watched, take_form
 from fp8kit.modules.libraries import patch_libraries
 from fp8kit.modules.own_forward import settings
 from fp8kit.modules.parameters import empty_tensors, frozen
@@ -72,6 +72,7 @@ class LibraryExperts(ExpertTensors):
 
     def to_dense(self, dtype: torch.dtype | None = None) -> None:
         """Become the dense class again, in place, with the kept weights or else decoded ones."""
+        parameters, held = dict(self._parameters), dict(vars(self))
         for name in self.stacks.names:
             q, kept = self.quantized(name), self.originals.get(name)
             if kept is None:
@@ -79,14 +80,14 @@ class LibraryExperts(ExpertTensors):
                 dense = dense.transpose(1, 2).contiguous() if self.stacks.transposed else dense
             else:
                 dense = kept.to(q.device, dtype or kept.dtype)
-            self._parameters[name] = nn.Parameter(dense)
+            parameters[name] = nn.Parameter(dense)
             for kind in FROZEN_KINDS[1:]:
-                self._parameters.pop(name + kind, None)
+                parameters.pop(name + kind, None)
         if hasattr(self, "is_transposed"):
-            self.is_transposed = self.stacks.transposed
+            held["is_transposed"] = self.stacks.transposed
         for own in ("stacks", "scheme", "compute_dtype", "originals", "settled", "form_note"):
-            self.__dict__.pop(own, None)
-        self.__class__ = cast(Any, self.dense_class)
+            held.pop(own, None)
+        take_form(self, self.dense_class, held | {"_parameters": parameters})
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Return the arguments of a call in the order of the dense class; refuse further ones."""
@@ -156,26 +157,27 @@ def empty_experts(
     ``dtype`` is the compute dtype, that of the dense experts.
     """
     found = held_tensors(module, stacks, scheme)
-    for name in stacks.names:
-        for kind in FROZEN_KINDS:
-            if name + kind in found:
-                module._parameters[name + kind] = frozen(found[name + kind])
-    _become(module, stacks, scheme, dtype)
+    names = [name + kind for name in stacks.names for kind in FROZEN_KINDS]
+    made = {name: frozen(found[name]) for name in names if name in found}
+    _become(module, made, stacks, scheme, dtype)
 
 
 def convert_experts(
     module: nn.Module, stacks: ExpertStacks, scheme: Scheme, weight_storage: str = "discard"
 ) -> LibraryExperts:
-    """Turn a module of experts into an FP8 one in place, replacing one dense stack at a time."""
+    """Turn a module of experts into an FP8 one in place, once all of its stacks are quantized.
+
+    An error or an interrupt before that leaves it dense.
+    """
     dtype, kept = module.get_parameter(stacks.down).dtype, {}
+    made: dict[str, nn.Parameter] = {}
     for name in stacks.names:
         dense = module.get_parameter(name).detach()
         if weight_storage != "discard":
             kept[name] = dense.to("cpu") if weight_storage == "cpu_offload" else dense
         q = quantize_stack(dense, scheme, stacks.transposed, [])
-        for key, tensor in stored_tensors(q, scheme, name).items():
-            module._parameters[key] = frozen(tensor)
-    converted = _become(module, stacks, scheme, dtype)
+        made |= {key: frozen(t) for key, t in stored_tensors(q, scheme, name).items()}
+    converted = _become(module, made, stacks, scheme, dtype)
     converted.originals = kept
     return converted
 
@@ -197,26 +199,28 @@ def _blank(base: type[nn.Module]) -> LibraryExperts:
 
 
 def _become(
-    module: nn.Module, stacks: ExpertStacks, scheme: Scheme, dtype: torch.dtype
+    module: nn.Module,
+    made: dict[str, nn.Parameter],
+    stacks: ExpertStacks,
+    scheme: Scheme,
+    dtype: torch.dtype,
 ) -> LibraryExperts:
     patch_libraries()
     order = [n + kind for n in stacks.names for kind in (*FROZEN_KINDS, "_bias")]
-    held = module._parameters
-    module._parameters = {n: held[n] for n in order if n in held} | held
-    module.requires_grad_(False)  # freezes the biases of experts, too
-    module.__class__ = fp8_class(type(module))
-    found = cast(LibraryExperts, module)
-    found.stacks, found.scheme, found.compute_dtype = stacks, scheme, dtype
-    found.originals = {}
+    tensors = module._parameters | made
+    held = vars(module) | {"stacks": stacks, "scheme": scheme, "compute_dtype": dtype}
+    held |= {"_parameters": {n: tensors[n] for n in order if n in tensors} | tensors}
     if hasattr(module, "is_transposed"):  # read by adapter libraries
-        cast(Any, module).is_transposed = False
+        held["is_transposed"] = False
     # counts of experts are not settled, as libraries may set them anew
     numbers = {
         n for n in settings(module) if "num" not in n and n != "is_transposed" and n[0] != "_"
     }
     functions = {n for n, v in vars(module).items() if callable(v)}
-    found.settled = frozenset(numbers | functions | {*module._modules})
-    return found
+    settled = frozenset(numbers | functions | {*module._modules})
+    take_form(module, fp8_class(type(module)), held | {"originals": {}, "settled": settled})
+    module.requires_grad_(False)  # freezes the biases of experts, too
+    return cast(LibraryExperts, module)
 
 
 def argument_names(kind: type[nn.Module]) -> tuple[str, ...]:

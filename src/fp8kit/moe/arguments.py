@@ -42,6 +42,20 @@ def check_rows(name: str, tensor: object) -> None:
         )
 
 
+def flat_routes(ids: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return ids and weights ``[..., k]`` as ``[M, k]``; refuse what is no tensor with rows."""
+    if not isinstance(ids, Tensor) or not isinstance(weights, Tensor):
+        kinds = f"ids of type {type(ids).__name__} and weights of type {type(weights).__name__}"
+        raise InvalidType(
+            f"Got {kinds} for the tokens.",
+            "Experts take tensors of ids and weights, or logits.",
+            "Pass what fp8kit.moe.route gives, or logits= with layer.routing set.",
+        )
+    check_rows("ids", ids)
+    check_rows("weights", weights)
+    return ids.reshape(-1, ids.shape[-1]), weights.reshape(-1, weights.shape[-1])
+
+
 def check_activation(activation: object) -> None:
     """Refuse anything but an ``Activation``."""
     if not isinstance(activation, Activation):

@@ -88,7 +88,7 @@ def route(
                 "It must be a function from logits and top_k to ids and weights.",
                 "Leave it out for the formula of the other options.",
             )
-        ids, weights = _pair(custom(logits, top_k))
+        ids, weights = pair_of(custom(logits, top_k), "The custom function")
         check_routing(ids, weights, logits.shape[0])
         return ids.long(), weights.float() * scaling_factor
     check_choice("scoring", scoring, SCORINGS, "Pass one of these, or a custom function.")
@@ -160,10 +160,11 @@ def check_routing(ids: Tensor, weights: Tensor, m: int) -> None:
         )
 
 
-def _pair(found: object) -> tuple[Any, Any]:
+def pair_of(found: object, maker: str) -> tuple[Any, Any]:
+    """Return ids and weights that a caller's function made, which ``maker`` names in errors."""
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise InvalidType(
-            f"The custom function returned {found!r:.80}.",
+            f"{maker} returned {found!r:.80}.",
             "It must return ids and weights, both [M, top_k].",
             "Return both in a tuple.",
         )

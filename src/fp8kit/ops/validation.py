@@ -316,8 +316,8 @@ def check_operands(x: Tensor, w: Tensor, bias: Tensor | None, accum: str) -> Non
     if bias is not None and (tuple(bias.shape) != (w.shape[0],) or bias.dtype not in FLOATS):
         raise InvalidValue(
             f"Got a bias of shape {tuple(bias.shape)} and dtype {bias.dtype}.",
-            f"The weight {tuple(w.shape)} needs a float bias of shape ({w.shape[0]},).",
-            "Pass one value per output feature.",
+            f"The weight {tuple(w.shape)} needs a bias ({w.shape[0]},) in bf16, fp16 or fp32.",
+            "Pass one value per output feature, and call .float() on other dtypes.",
         )
     for name, tensor in (("weight", w), ("bias", bias)):
         if tensor is not None and tensor.device != x.device:

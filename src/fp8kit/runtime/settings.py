@@ -47,7 +47,14 @@ def _backend_names(variable: str) -> frozenset[str]:
 def _cache_dir() -> Path:
     chosen = os.environ.get("FP8KIT_CACHE_DIR")
     if chosen:
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError as error:  # ~name of a user that is not known here
+            raise InvalidValue(
+                f"The environment variable FP8KIT_CACHE_DIR is {chosen!r}.",
+                "It must be the path of a directory; ~ stands for a home directory known here.",
+                "Correct or unset the variable.",
+            ) from error
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(base or Path.home() / ".cache") / "fp8kit"

@@ -79,7 +79,8 @@ def check_destination(destination: Path, source: Path | None, overwrite: bool) -
     """Refuse a destination that cannot be made or replaced, before any work is done.
 
     Raises ``CheckpointError`` if the destination is or lies inside a file, is or holds the source
-    or a file that the source links to, lies inside the source, or is not empty and not replaceable.
+    or a file that the source links to, lies inside the source, is or holds the working directory,
+    or is not empty and not replaceable.
     """
     check_switch("overwrite", overwrite)
     check_name(destination)
@@ -103,6 +104,13 @@ def check_destination(destination: Path, source: Path | None, overwrite: bool) -
             "A checkpoint is a directory.",
             "Choose another path.",
         )
+    if _holds_working_directory(destination):
+        raise CheckpointError(
+            f"The destination {destination} is or holds the working directory.",
+            "A checkpoint appears by a rename, after which this process and the shell that started "
+            "it would stand in a directory that is gone.",
+            "Run this from another directory, or choose a path below this one.",
+        )
     if not destination.is_dir() or not any(destination.iterdir()):
         return
     if not overwrite:
@@ -117,6 +125,12 @@ def check_destination(destination: Path, source: Path | None, overwrite: bool) -
             "overwrite=True replaces a whole directory, and only if it is a checkpoint.",
             "Choose another path, or empty the directory yourself.",
         )
+
+
+def _holds_working_directory(destination: Path) -> bool:
+    with suppress(FileNotFoundError):  # the working directory is gone
+        return destination in (Path.cwd(), *Path.cwd().parents)
+    return False
 
 
 def check_side_files(source: Path | None) -> None:

@@ -58,7 +58,7 @@ _LIBRARIES = tuple(
     inspect. logging. numpy. peft. tensordict. torch. transformers. typing.
     """.split()
 )
-_MODELS = ("transformers.models.", "diffusers.models.")
+_MODELS = ("transformers.models.", "diffusers.models.", "fp8kit.compat.")
 _SHORT = 200  # bytes of code; helpers that return a layer of their object are shorter
 _WORDS = frozenset({"weight", SWAPS, *TENSORS, *[taker.__name__ for taker in TAKERS]})
 
