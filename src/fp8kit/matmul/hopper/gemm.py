@@ -122,7 +122,7 @@ def quantize_in_gemm(
         return None
     w = aligned(w)
     with torch.cuda.device(x.device):
-        plan = _plan(x, w, problem, None)
+        plan = _plan(x, w, problem)
         if plan is None:
             return None
         # the kernel's parameters include maps of codes and of scales, which it does not read here
@@ -157,35 +157,27 @@ class _Tokens:
     min_scale: float = 0.0
 
 
-def _plan(x: Tensor, w: Tensor, problem: MatmulProblem, config: TileConfig | None) -> _Plan | None:
+def _plan(
+    x: Tensor, w: Tensor, problem: MatmulProblem, config: TileConfig | None = None
+) -> _Plan | None:
     shape, blocks = (x.shape[0], w.shape[0], w.shape[1]), problem.w_group == BLOCK
     facts = (device_record(x.device.index), blocks, problem.out_dtype.itemsize)
-    if config is not None:
-        return _make_plan(config, shape, *facts)
-    return _chosen_plan(shape, *facts, x.dtype in _QUANTIZED_DTYPES)
+    return _plan_of(shape, *facts, x.dtype in _QUANTIZED_DTYPES, config)
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen_plan(
+def _plan_of(
     shape: tuple[int, int, int],
     device: Device,
     block_scales: bool,
     out_bytes: int,
     quantize: bool,
+    config: TileConfig | None,
 ) -> _Plan | None:
-    config = (choose_quantizing if quantize else choose)(*shape, device, block_scales)
+    if config is None:
+        config = (choose_quantizing if quantize else choose)(*shape, device, block_scales)
     if config is None:
         return None
-    return _make_plan(config, shape, device, block_scales, out_bytes)
-
-
-def _make_plan(
-    config: TileConfig,
-    shape: tuple[int, int, int],
-    device: Device,
-    block_scales: bool,
-    out_bytes: int,
-) -> _Plan:
     m, n, _ = shape
     tma_store = config.uses_tma_store(m, n, device, block_scales, out_bytes)
     return _Plan(config, config.schedule(m, n, device), tma_store)
