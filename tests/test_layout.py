@@ -72,7 +72,6 @@ PUBLIC_NAMES = 56
 MANY_PARAMETERS = {
     "ops/bodies.py": ("scaled_mm", "multiply_codes", "linear"),
     "ops/schemas.py": ("_scaled_mm", "_scaled_mm_fake", "_linear", "_linear_fake"),
-    "ops/operators.py": ("linear_registered",),
     "functional.py": ("linear",),
     "conversion/plan.py": ("convert",),
     "io/models.py": ("load",),
