@@ -1,12 +1,17 @@
-"""The package's exceptions, and the three-part pattern that every user-facing error follows."""
+"""The package's exceptions, the three parts of every user-facing error, and the plainest checks."""
 
 from __future__ import annotations
 
 import difflib
 import math
+import numbers
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
 
 
 class _InParts(Exception):
@@ -111,6 +116,21 @@ def check_number(name: str, value: object) -> None:
             "It must be a finite number.",
             "Pass a float.",
         )
+
+
+def check_strided(name: str, tensor: Tensor) -> None:
+    """Refuse a nested or sparse tensor."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise InvalidType(
+            f"Got {name} as a {'nested tensor' if tensor.is_nested else tensor.layout}.",
+            "It must be one dense tensor.",
+            "Pass .to_dense() of a sparse tensor, .values() of a nested one.",
+        )
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Return whether a value is a whole number, also of a compiler; ``True`` is none."""
+    return isinstance(value, torch.SymInt | numbers.Integral) and not isinstance(value, bool)
 
 
 def counted(count: int, noun: str) -> str:

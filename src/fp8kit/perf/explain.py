@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from fp8kit.dispatch.backends import BackendTable, Choice, choose
-from fp8kit.errors import InvalidType, InvalidValue
+from fp8kit.errors import InvalidType, InvalidValue, is_integer
 from fp8kit.formats import MX, Scheme
 from fp8kit.matmul.problem import MATMUL_BACKENDS
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.moe.problem import MOE_BACKENDS, ExpertsProblem
-from fp8kit.ops.validation import is_integer
 from fp8kit.perf.warmup_experts import experts_of, pairs_of_a_token
 
 _SHOWN = 3  # notes of layers that share an entry
