@@ -6,7 +6,7 @@ import difflib
 import math
 import numbers
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -136,6 +136,12 @@ def is_integer(value: object) -> TypeGuard[int]:
 def counted(count: int, noun: str) -> str:
     """Return a count and its noun, with a plural "s" unless the count is 1."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def some_of(names: Sequence[str], most: int = 5) -> str:
+    """List the first few names for a message; "none" for an empty list."""
+    shown = ", ".join(names[:most]) or "none"
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:

@@ -19,11 +19,12 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fp8kit.conversion.patterns import SMALLEST_WEIGHT, size_obstacle, some_of
+from fp8kit.conversion.patterns import SMALLEST_WEIGHT, size_obstacle
 from fp8kit.conversion.readers.reads import read_by_code
 from fp8kit.conversion.readers.source import names_in
 from fp8kit.conversion.readers.values import closure
 from fp8kit.conversion.report import ALREADY, TIED, Record
+from fp8kit.errors import some_of
 from fp8kit.formats import FLOATS
 from fp8kit.modules.dense import extras, is_linear, unlike_linear
 from fp8kit.modules.expert_stacks import ExpertStacks

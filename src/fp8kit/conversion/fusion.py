@@ -8,10 +8,9 @@ from torch import nn
 
 from fp8kit.conversion import fusible_modules
 from fp8kit.conversion.fusion_rules import Link, family_links, given_links, verify_links
-from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.routers import fuse_routers
 from fp8kit.conversion.siblings import share_inputs
-from fp8kit.errors import ConversionError, check_choice
+from fp8kit.errors import ConversionError, check_choice, some_of
 from fp8kit.formats import Scheme
 from fp8kit.modules.codes_calls import takes_codes
 from fp8kit.modules.consumers import Consumers

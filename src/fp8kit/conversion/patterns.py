@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from torch import Tensor, nn
 
 from fp8kit.conversion.model_families import MERGED_BY_ENGINES
-from fp8kit.errors import ConversionError, InvalidType, did_you_mean
+from fp8kit.errors import ConversionError, InvalidType, did_you_mean, some_of
 
 LayerFilter = Callable[[str, nn.Module], bool]
 
@@ -273,9 +273,3 @@ def _closest(pattern: str, names: Sequence[str]) -> str:
     bare = pattern.strip("*.")
     endings = dict.fromkeys(n.rpartition(".")[2] for n in names)
     return did_you_mean(bare, names if "." in bare else endings)
-
-
-def some_of(names: Sequence[str]) -> str:
-    """List a few names for a message."""
-    shown = ", ".join(names[:5])
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "none"

@@ -31,9 +31,8 @@ from fp8kit.checkpoint.schema.targets import output_heads
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.eligibility import read_elsewhere
 from fp8kit.conversion.model_families import JOINED
-from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.report import tied_to
-from fp8kit.errors import CheckpointError
+from fp8kit.errors import CheckpointError, some_of
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.integrations.quantizer_of_layers import misfit
 from fp8kit.integrations.transformers_experts import DirectExperts, chosen_experts, take_experts

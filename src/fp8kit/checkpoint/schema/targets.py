@@ -15,8 +15,7 @@ from fp8kit.checkpoint.dialects import AUTOFP8, COMPRESSED_TENSORS, Dialect, Spe
 from fp8kit.checkpoint.dialects import MXFP8_INVERSE as MXFP8
 from fp8kit.checkpoint.dialects import TRANSFORMERS_FP8 as FP8
 from fp8kit.conversion.model_families import MERGED_BY_ENGINES
-from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import CheckpointError, check_choice
+from fp8kit.errors import CheckpointError, check_choice, some_of
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, Scheme
 
 TARGETS: tuple[str, ...] = ("vllm", "sglang", "transformers")
