@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightRenaming
 
 from fp8kit import functional
 from fp8kit.checkpoint.cache_scales import keep_cache_scales
-from fp8kit.checkpoint.dialects.by_layer import scheme_of_plain
+from fp8kit.checkpoint.dialects.by_layer import plain, scheme_of_plain
 from fp8kit.checkpoint.loading.into_module import Filled
 from fp8kit.checkpoint.loading.merged_weights import not_finite
 from fp8kit.checkpoint.schema.decoding import beyond_fp16
@@ -38,7 +38,7 @@ from fp8kit.integrations.quantizer_of_layers import misfit
 from fp8kit.integrations.transformers_experts import DirectExperts, chosen_experts, take_experts
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig as Fp8KitConfig
 from fp8kit.integrations.transformers_quantizer import Fp8KitQuantizer as Fp8KitQuantizer
-from fp8kit.integrations.transformers_quantizer import decide, layers_in_model, not_quantized, plain
+from fp8kit.integrations.transformers_quantizer import decide, layers_in_model, not_quantized
 from fp8kit.integrations.transformers_saving import check_version
 from fp8kit.integrations.transformers_saving import export as export
 from fp8kit.integrations.transformers_trial import accepted as accepted

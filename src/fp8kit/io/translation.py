@@ -17,10 +17,11 @@ from fp8kit.checkpoint.exporting import on_disk, with_quantization
 from fp8kit.checkpoint.rebasing import fall_back, weights_of
 from fp8kit.checkpoint.schema import targets
 from fp8kit.checkpoint.schema.naming import dense_stacks, named, standard_names
+from fp8kit.checkpoint.storage.layout import MAX_SHARD_BYTES, Layout
 from fp8kit.checkpoint.storage.matrices import single_experts
 from fp8kit.checkpoint.storage.nvfp4 import conversion_notes
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
-from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
+from fp8kit.checkpoint.storage.writer import write_checkpoint
 from fp8kit.checkpoint.translated import TranslatedMatrix, Translation, fit_to_target, matrices_of
 from fp8kit.errors import CheckpointError, check_choice
 from fp8kit.formats import MX, ROW, TENSOR, QTensor, Scheme, scale_dtype, stack_scale_shape

@@ -14,8 +14,9 @@ from fp8kit.checkpoint.dialects import JsonObject, text_part
 from fp8kit.checkpoint.exporting import AS_CONV1D
 from fp8kit.checkpoint.schema import targets
 from fp8kit.checkpoint.schema.naming import dense_stacks, experts_of
+from fp8kit.checkpoint.storage.headers import TensorInfo
 from fp8kit.checkpoint.storage.matrices import Matrix, stack_of, stacked_experts
-from fp8kit.checkpoint.storage.reader import Checkpoint, TensorInfo
+from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.checkpoint.streaming.recipe import Recipe
 from fp8kit.conversion import patterns
 from fp8kit.conversion.report import TIED, Record, Report
