@@ -112,4 +112,4 @@ def _team(m: TranslatedMatrix) -> tuple[str, ...]:
     if experts := experts_of(m.name):
         return (experts,)
     parent, _, last = m.name.rpartition(".")
-    return parent, *next((g for g in MERGED_BY_ENGINES if last in g), (last,))
+    return parent, *MERGED_BY_ENGINES.get(last, (last,))

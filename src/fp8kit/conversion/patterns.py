@@ -260,8 +260,7 @@ def size_obstacle(shape: tuple[int, ...]) -> str:
 def merged_siblings(name: str) -> list[str]:
     """Return the names of the layers that engines merge with a layer, such as q, k and v."""
     parent, dot, last = name.rpartition(".")
-    group = next((g for g in MERGED_BY_ENGINES if last in g), ())
-    return [f"{parent}{dot}{other}" for other in group if other != last]
+    return [f"{parent}{dot}{other}" for other in MERGED_BY_ENGINES.get(last, ()) if other != last]
 
 
 def _closest(pattern: str, names: Sequence[str]) -> str:
