@@ -29,8 +29,8 @@ from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import experts_of, named
 from fp8kit.checkpoint.schema.targets import output_heads
 from fp8kit.checkpoint.storage.reader import Checkpoint
-from fp8kit.conversion.eligibility import read_elsewhere
 from fp8kit.conversion.model_families import JOINED
+from fp8kit.conversion.readers.held import read_elsewhere
 from fp8kit.conversion.report import tied_to
 from fp8kit.errors import CheckpointError, some_of
 from fp8kit.formats import QTensor, Scheme

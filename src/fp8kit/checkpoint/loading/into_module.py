@@ -24,10 +24,10 @@ from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion import fusion
 from fp8kit.conversion import siblings as conversion_siblings
-from fp8kit.conversion.eligibility import read_elsewhere
 from fp8kit.conversion.experts import stacks_of
 from fp8kit.conversion.patterns import LayerFilter
 from fp8kit.conversion.plan import plan, refuse_lazy, refuse_static, warn_of_nothing
+from fp8kit.conversion.readers.held import read_elsewhere
 from fp8kit.conversion.replacement import refuse_empty_weights
 from fp8kit.conversion.report import Report
 from fp8kit.errors import CheckpointError, some_of
