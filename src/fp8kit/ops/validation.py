@@ -175,8 +175,8 @@ def check_float(name: str, x: Tensor) -> None:
 
 def check_layer_input(x: Tensor, codes: torch.dtype) -> None:
     """Refuse an input that a layer cannot quantize, naming the cause if the input has FP8 codes."""
-    check_tensor("x", x)
-    if x.dtype == codes:
+    if isinstance(x, Tensor) and x.dtype == codes:
+        check_tensor("x", x)
         raise InvalidType(
             f"Got x of dtype {x.dtype} and shape {tuple(x.shape)}, codes without scales.",
             "A layer takes bfloat16, float16 or float32, or a QTensor, and quantizes itself.",
