@@ -89,6 +89,8 @@ def check_group(group: object) -> None:
 
 def check_shape(shape: object) -> None:
     """Raise ``TypeError`` unless ``shape`` is a tuple or list of sizes."""
+    if isinstance(shape, torch.Size):
+        return
     size = torch.SymInt | numbers.Integral | Tensor  # sizes are tensors while TorchScript traces
     if not isinstance(shape, tuple | list) or not all(isinstance(n, size) for n in shape):
         raise InvalidType(
@@ -370,7 +372,7 @@ class QTensor:
             )
         check_strided("codes", self.data)
         fp8_format(self.data.dtype)
-        check_scale(self.scale, tuple(self.data.shape), self.group, self.data.device)
+        check_scale(self.scale, self.data.shape, self.group, self.data.device)
 
     def __repr__(self) -> str:
         kind = str(self.data.dtype).removeprefix("torch.")
