@@ -6,7 +6,6 @@ where Transformers knows it, else from names and shapes (``facts_by_name``).
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +20,8 @@ from fp8kit.checkpoint.streaming.recipe import Recipe
 from fp8kit.conversion import patterns
 from fp8kit.conversion.report import TIED, Record, Report
 from fp8kit.errors import CheckpointError, ConversionError
-from fp8kit.formats import BLOCK, FLOATS, Scheme, scale_dtype, scale_shape
+from fp8kit.formats import BLOCK, FLOATS, Scheme
+from fp8kit.modules.parameters import empty_tensors, held_bytes
 
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.[^.]+$")
 _EMBEDDING = re.compile(
@@ -226,8 +226,8 @@ def _add(
     choice: Selection, name: str, matrix: Matrix, scheme: Scheme, reason: str, warning: bool = False
 ) -> None:
     shape, before = (matrix.rows, matrix.cols), matrix.nbytes
-    scales = math.prod(scale_shape(shape, scheme.weight)) * scale_dtype(scheme.weight).itemsize
-    action, after = ("skip", before) if reason else ("convert", math.prod(shape) + scales)
+    held = empty_tensors(shape, scheme, "meta")
+    action, after = ("skip", before) if reason else ("convert", held_bytes(held.values()))
     choice.report.records.append(
         Record(name, "Linear", shape, action, reason, before, after, warning=warning)
     )
