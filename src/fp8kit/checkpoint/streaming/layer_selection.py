@@ -7,6 +7,7 @@ where Transformers knows it, else from names and shapes (``facts_by_name``).
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from fp8kit.checkpoint.dialects import JsonObject, text_part
@@ -119,12 +120,7 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
         stacks, odd = {}, dict.fromkeys(stacks, why) | odd
     layers = {**_experts(checkpoint), **facts.layers}
     layers |= {name: _expert(name) for stack in stacks.values() for name in stack}
-    every = {**layers, **facts.absent}.items()
-    names = [n for disk, known in every for n in dict.fromkeys((disk, *known.names))]
-    stacked = {n: home for n in checkpoint.tensors if (home := stack_of(n))}
-    names += [*stacked, *stacked.values()]
-    for argument, given in (("include", recipe.include), ("exclude", recipe.exclude)):
-        patterns.check_patterns(argument, () if given is None else given, names)
+    _check_patterns(checkpoint, recipe, {**layers, **facts.absent})
     choice = Selection(Report(str(recipe.resolved)))
     choice.report.notes.append(f"Layers were identified by {facts.source}.")
     kept = {n: i for n, i in checkpoint.tensors.items() if n not in facts.repeated}
@@ -149,16 +145,30 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
             if layer in facts.others:
                 _add(choice, layer, Matrix.of(info), recipe.resolved, facts.others[layer])
         choice.copies.append(name)
-    for name, absent in facts.absent.items():
-        excluded = patterns.exclusion([name], recipe.include, recipe.exclude, absent.role)
-        reason = "; ".join(filter(None, (excluded, absent.obstacle))) or "not on disk"
-        choice.report.records.append(Record(name, "Linear", absent.shape, "skip", reason))
+    choice.report.records += _absent(recipe, facts)
     # vLLM runs a model that it has no class for with Transformers' modules, under their names
     modules = (facts.modules[n] for n in choice.ignore if n in facts.modules)
     homes = dense_stacks({n: kept[n].shape for n in choice.copies}, choice.matrices)
     choice.ignore = sorted({*choice.ignore, *modules, *facts.absent, *homes})
     _check(choice, recipe, checkpoint.config)
     return choice
+
+
+def _check_patterns(checkpoint: Checkpoint, recipe: Recipe, layers: dict[str, KnownLayer]) -> None:
+    """Refuse a pattern that matches no layer, stack of experts or module of one."""
+    names = [n for disk, known in layers.items() for n in dict.fromkeys((disk, *known.names))]
+    stacked = {n: home for n in checkpoint.tensors if (home := stack_of(n))}
+    names += [*stacked, *stacked.values()]
+    for argument, given in (("include", recipe.include), ("exclude", recipe.exclude)):
+        patterns.check_patterns(argument, () if given is None else given, names)
+
+
+def _absent(recipe: Recipe, facts: Facts) -> Iterator[Record]:
+    """Report the layers of the model that the files lack."""
+    for name, layer in facts.absent.items():
+        excluded = patterns.exclusion([name], recipe.include, recipe.exclude, layer.role)
+        reason = "; ".join(filter(None, (excluded, layer.obstacle))) or "not on disk"
+        yield Record(name, "Linear", layer.shape, "skip", reason)
 
 
 def _experts(checkpoint: Checkpoint) -> dict[str, KnownLayer]:
