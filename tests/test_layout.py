@@ -525,6 +525,29 @@ def test_the_search_for_environment_variables_can_fail() -> None:
     assert environment_readers(ast.parse(code)) == ["line 2: environ", "line 3: getenv"]
 
 
+def names_handed_on(tree: ast.Module) -> list[str]:
+    """Find names that a module imports only for others to import them from it."""
+    return [
+        f"line {node.lineno}: {alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    ]
+
+
+def test_names_are_imported_from_the_module_that_defines_them() -> None:
+    modules = [path for path in sources() if path.name != "__init__.py"]
+    found = wrong(lambda path: names_handed_on(parsed(path)), modules)
+    # which ``io`` loads when it is asked for
+    assert found.keys() == {"src/fp8kit/integrations/transformers.py"}
+
+
+def test_the_search_for_names_handed_on_can_fail() -> None:
+    code = "from a import B as B, C as D, E"
+    assert names_handed_on(ast.parse(code)) == ["line 1: B"]
+
+
 def test_budgets() -> None:
     assert wrong(lambda path: budget_violations(path, path.read_text()), sources()) == {}
 
