@@ -17,7 +17,6 @@ from fp8kit.modules.consumers import Consumers
 from fp8kit.modules.decoder_layer import install_residual_forwards
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.fused_module import Fused
-from fp8kit.modules.fused_producers import Producer
 from fp8kit.modules.joining import can_share
 from fp8kit.modules.library_experts import LibraryExperts
 from fp8kit.modules.linear import Fp8Linear
@@ -137,13 +136,26 @@ def _fuse_feed_forwards(model: nn.Module, blocks: Container[str]) -> list[str]:
 
 
 def _fuse_linked(model: nn.Module, link: Link) -> bool:
-    """Replace the norm or activation of a link by one that writes FP8, if the link has one."""
-    fused = _producer(model, link)
+    """Replace the norm or activation of a link by one that writes FP8; return whether it fits."""
+    module = model.get_submodule(link.source)
+    members = [model.get_submodule(name) for name in link.layers]
+    layers = [m for m in members if isinstance(m, Fp8Linear) and takes_codes(m.scheme)]
+    if link.producer is None or isinstance(module, Fused) or len(layers) < len(members):
+        return False
+    if len(layers) == 1 and layers[0].shared is None:
+        share_inputs(model, [link.layers])
+    group = layers[0].shared
+    if not isinstance(group, SharedInput) or list(group.members) != layers:
+        return False
+    if own_forward(module) is not None:
+        drop_forward(module)
+    consumers = Consumers(group, link.unchanged(model))
+    fused = fusible_modules.make_producer(module, consumers, link.concatenated)
     if fused is None:
         return False
     model.set_submodule(link.source, fused)
     # again, with the fused producer in its place: a wrapper around it is then noticed
-    fused.consumers = Consumers(fused.consumers.group, link.unchanged(model))
+    fused.consumers = Consumers(group, link.unchanged(model))
     return True
 
 
@@ -158,20 +170,3 @@ def _fuse_plain(model: nn.Module) -> list[str]:
             set_forward(module, own)
             replaced.append(name)
     return replaced
-
-
-def _producer(model: nn.Module, link: Link) -> Producer | None:
-    module = model.get_submodule(link.source)
-    members = [model.get_submodule(name) for name in link.layers]
-    layers = [m for m in members if isinstance(m, Fp8Linear) and takes_codes(m.scheme)]
-    if link.producer is None or isinstance(module, Fused) or len(layers) < len(members):
-        return None
-    if len(layers) == 1 and layers[0].shared is None:
-        share_inputs(model, [link.layers])
-    group = layers[0].shared
-    if not isinstance(group, SharedInput) or list(group.members) != layers:
-        return None
-    if own_forward(module) is not None:
-        drop_forward(module)
-    consumers = Consumers(group, link.unchanged(model))
-    return fusible_modules.make_producer(module, consumers, link.concatenated)
