@@ -1,12 +1,19 @@
-"""The package's exceptions, and the three-part pattern that every user-facing error follows."""
+"""The package's exceptions, the three parts of every user-facing error, and the plainest checks."""
 
 from __future__ import annotations
 
 import difflib
 import math
+import numbers
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+_INTEGERS = (int, numbers.Integral, torch.SymInt)  # `int` is found fastest
 
 
 class _InParts(Exception):
@@ -113,9 +120,30 @@ def check_number(name: str, value: object) -> None:
         )
 
 
+def check_strided(name: str, tensor: Tensor) -> None:
+    """Refuse a nested or sparse tensor."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise InvalidType(
+            f"Got {name} as a {'nested tensor' if tensor.is_nested else tensor.layout}.",
+            "It must be one dense tensor.",
+            "Pass .to_dense() of a sparse tensor, .values() of a nested one.",
+        )
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Return whether a value is a whole number, also of a compiler; ``True`` is none."""
+    return isinstance(value, _INTEGERS) and not isinstance(value, bool)
+
+
 def counted(count: int, noun: str) -> str:
     """Return a count and its noun, with a plural "s" unless the count is 1."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def some_of(names: Sequence[str], most: int = 5) -> str:
+    """List the first few names for a message; "none" for an empty list."""
+    shown = ", ".join(names[:most]) or "none"
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:

@@ -14,7 +14,15 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from fp8kit.errors import InvalidType, InvalidValue, check_choice, check_switch, did_you_mean
+from fp8kit.errors import (
+    InvalidType,
+    InvalidValue,
+    check_choice,
+    check_strided,
+    check_switch,
+    did_you_mean,
+    is_integer,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +46,7 @@ class GroupShape:
     cols: int
 
     def __post_init__(self) -> None:
-        sides = (self.rows, self.cols)
-        if not all(isinstance(n, numbers.Integral) and not isinstance(n, bool) for n in sides):
+        if not (is_integer(self.rows) and is_integer(self.cols)):
             raise InvalidType(
                 f"Got GroupShape(rows={self.rows!r}, cols={self.cols!r}).",
                 "Rows and columns per scale are integers.",
@@ -82,6 +89,8 @@ def check_group(group: object) -> None:
 
 def check_shape(shape: object) -> None:
     """Raise ``TypeError`` unless ``shape`` is a tuple or list of sizes."""
+    if isinstance(shape, torch.Size):
+        return
     size = torch.SymInt | numbers.Integral | Tensor  # sizes are tensors while TorchScript traces
     if not isinstance(shape, tuple | list) or not all(isinstance(n, size) for n in shape):
         raise InvalidType(
@@ -363,7 +372,7 @@ class QTensor:
             )
         check_strided("codes", self.data)
         fp8_format(self.data.dtype)
-        check_scale(self.scale, tuple(self.data.shape), self.group, self.data.device)
+        check_scale(self.scale, self.data.shape, self.group, self.data.device)
 
     def __repr__(self) -> str:
         kind = str(self.data.dtype).removeprefix("torch.")
@@ -382,16 +391,6 @@ class QTensor:
     def to(self, device: torch.device | str) -> QTensor:
         """Move codes and scales to a device, or return them as they are if they are there."""
         return QTensor(self.data.to(device), self.scale.to(device), self.group)
-
-
-def check_strided(name: str, tensor: Tensor) -> None:
-    """Refuse a nested or sparse tensor."""
-    if tensor.is_nested or tensor.layout != torch.strided:
-        raise InvalidType(
-            f"Got {name} as a {'nested tensor' if tensor.is_nested else tensor.layout}.",
-            "It must be one dense tensor.",
-            "Pass .to_dense() of a sparse tensor, .values() of a nested one.",
-        )
 
 
 def check_scale(

@@ -14,8 +14,7 @@ from fp8kit.checkpoint.dialects import Dialect, JsonObject
 from fp8kit.checkpoint.dialects.base import TEXT_PARTS
 from fp8kit.checkpoint.expert_splitting import ExpertLayer, own_names, split_experts, tensors_of
 from fp8kit.checkpoint.schema.naming import MARKERS, dense_stacks, named, sort_names
-from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import CheckpointError
+from fp8kit.errors import CheckpointError, some_of
 from fp8kit.formats import FP8_FORMATS, TENSOR, Scheme
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear

@@ -16,8 +16,7 @@ from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, FBGEMM, Dialect, Json
 from fp8kit.checkpoint.expert_splitting import stacks_in
 from fp8kit.checkpoint.schema import targets
 from fp8kit.checkpoint.schema.naming import cache_strategy
-from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import CheckpointError
+from fp8kit.errors import CheckpointError, some_of
 from fp8kit.formats import Scheme
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear

@@ -15,7 +15,7 @@ from fp8kit.checkpoint.schema.targets import misfit
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.checkpoint.translated import TranslatedMatrix, Translation
 from fp8kit.conversion.model_families import MERGED_BY_ENGINES
-from fp8kit.conversion.patterns import some_of
+from fp8kit.errors import some_of
 from fp8kit.formats import MX, MX_FORMS, SCHEMES, QTensor, Scheme
 from fp8kit.quantizers.rebase import rebase, told_change
 
@@ -112,4 +112,4 @@ def _team(m: TranslatedMatrix) -> tuple[str, ...]:
     if experts := experts_of(m.name):
         return (experts,)
     parent, _, last = m.name.rpartition(".")
-    return parent, *next((g for g in MERGED_BY_ENGINES if last in g), (last,))
+    return parent, *MERGED_BY_ENGINES.get(last, (last,))

@@ -7,6 +7,7 @@ import platform
 import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +167,6 @@ main.add_command(evaluate)
 def quantize(
     source: Path,
     destination: Path,
-    scheme: str,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    no_default_exclude: bool,
-    strict: bool,
-    target: str,
     devices: tuple[str, ...],
     workers: int | None,
     dtype: str | None,
@@ -179,21 +174,15 @@ def quantize(
     ray: str | None,
     overwrite: bool,
     as_json: bool,
+    **selection: Any,
 ) -> None:
     """Quantize a checkpoint of any size.
 
     Reads SOURCE and writes the new folder DESTINATION. The model is never held in memory. After an
     interruption, the same command continues.
     """
-    recipe = fp8kit.Recipe(
-        scheme,
-        target,
-        _patterns(include),
-        _exclusions(exclude, no_default_exclude),
-        strict,
-        getattr(torch, dtype) if dtype else None,
-        max_shard_size,
-    )
+    high = getattr(torch, dtype) if dtype else None
+    recipe = replace(_recipe(**selection), dtype=high, max_shard_bytes=max_shard_size)
     if ray and (workers is not None or len(devices) > 1):
         raise click.UsageError(
             "--workers and a second --device are for this machine, and Ray chooses where a file is "
@@ -298,21 +287,9 @@ def inspect(source: Path, as_json: bool) -> None:
     "faster. They are rounded up to powers of two, for which times are measured.",
 )
 @json_option
-def plan(
-    source: Path,
-    scheme: str,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    no_default_exclude: bool,
-    strict: bool,
-    target: str,
-    rows: list[int] | None,
-    as_json: bool,
-) -> None:
+def plan(source: Path, rows: list[int] | None, as_json: bool, **selection: Any) -> None:
     """Show what `quantize` would do, reading no weights."""
-    recipe = fp8kit.Recipe(
-        scheme, target, _patterns(include), _exclusions(exclude, no_default_exclude), strict
-    )
+    recipe = _recipe(**selection)
     report = checkpoints.decide(checkpoints.high_precision(source), recipe).report
     if rows is not None and torch.cuda.is_available():
         slower_layers.leave_slower_by_name(report, recipe.resolved, tuple(rows))
@@ -363,14 +340,19 @@ def env(as_json: bool) -> None:
     print_result(facts if as_json else text, as_json)
 
 
-def _patterns(patterns: tuple[str, ...]) -> list[str] | None:
-    return list(patterns) or None
-
-
-def _exclusions(patterns: tuple[str, ...], no_defaults: bool) -> list[str] | None:
-    if no_defaults and patterns:
+def _recipe(
+    scheme: str,
+    target: str,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    no_default_exclude: bool,
+    strict: bool,
+) -> fp8kit.Recipe:
+    """Return what the options of ``_selection`` and ``_target`` ask for."""
+    if no_default_exclude and exclude:
         raise click.UsageError(
             "--no-default-exclude and --exclude contradict each other: patterns are added to the "
             "defaults. Use --include to name the layers that you want instead."
         )
-    return [] if no_defaults else _patterns(patterns)
+    excluded = [] if no_default_exclude else list(exclude) or None
+    return fp8kit.Recipe(scheme, target, list(include) or None, excluded, strict)

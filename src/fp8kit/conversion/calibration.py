@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import ConversionError
+from fp8kit.errors import ConversionError, some_of
 from fp8kit.formats import TENSOR, fp8_format, min_scale
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +14,13 @@ from fp8kit.conversion.experts import names_to_match, recognize
 from fp8kit.conversion.patterns import exclusion, merged_siblings, roles_by_name, size_obstacle
 from fp8kit.conversion.report import ALREADY, Record
 from fp8kit.conversion.roles import layer_roles
-from fp8kit.formats import BLOCK, MX, Scheme, scale_dtype, scale_shape
+from fp8kit.formats import BLOCK, Scheme
 from fp8kit.modules.dense import as_linear, is_linear
 from fp8kit.modules.expert_stacks import ExpertStacks
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.library_experts import held_tensors
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.modules.parameters import held_bytes
+from fp8kit.modules.parameters import empty_tensors, held_bytes
 
 _STATIC = "static input scales of experts come from a checkpoint, not from calibration"
 
@@ -137,8 +136,6 @@ def _record(module: nn.Module, names: Sequence[str], shape: tuple[int, ...]) -> 
 
 
 def _converted_bytes(linear: nn.Linear, scheme: Scheme) -> int:
-    shape = tuple(linear.weight.shape)
+    held = empty_tensors(tuple(linear.weight.shape), scheme, "meta")
     bias = 0 if linear.bias is None else linear.bias.nbytes
-    scales = math.prod(scale_shape(shape, scheme.weight)) * scale_dtype(scheme.weight).itemsize
-    exponents = math.prod(scale_shape(shape, MX)) if scheme.rebased else 0
-    return math.prod(shape) + scales + exponents + bias + (4 if scheme.static else 0)
+    return held_bytes(held.values()) + bias + (4 if scheme.static else 0)

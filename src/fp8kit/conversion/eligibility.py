@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import types
-import weakref
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fp8kit.conversion.patterns import SMALLEST_WEIGHT, size_obstacle, some_of
-from fp8kit.conversion.readers.reads import read_by_code
+from fp8kit.conversion.patterns import SMALLEST_WEIGHT, size_obstacle
+from fp8kit.conversion.readers.held import addresses, read_elsewhere
 from fp8kit.conversion.readers.source import names_in
-from fp8kit.conversion.readers.values import closure
 from fp8kit.conversion.report import ALREADY, TIED, Record
+from fp8kit.errors import some_of
 from fp8kit.formats import FLOATS
-from fp8kit.modules.dense import extras, is_linear, unlike_linear
+from fp8kit.modules.dense import extras, unlike_linear
 from fp8kit.modules.expert_stacks import ExpertStacks
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.hooks import is_replaced, own_names
@@ -50,7 +46,6 @@ _PARTITIONED = (
     "DeepSpeed's ZeRO 3 has split its weight; convert the model within "
     "deepspeed.zero.GatheredParameters, before deepspeed.initialize"
 )
-_HOLD_NOTHING = (nn.Module, type, types.ModuleType, str, int, float, type(None))
 # modules of torch that read the weights of their layers without calling the layers
 _READERS: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: "multiplies by the weight itself, in one function for all of attention",
@@ -153,7 +148,7 @@ class Eligibility:
             return f"its weight is {weight.layout}; FP8 is made from plain tensors"
         if weight.dtype not in FLOATS:
             return f"its weight is {weight.dtype}; FP8 is made from bf16, fp16 or fp32"
-        if not self._tied.isdisjoint(_addresses(weight)):
+        if not self._tied.isdisjoint(addresses(weight)):
             return TIED
         return ""
 
@@ -240,102 +235,6 @@ def _runs_forward_of(kind: type, cls: type) -> bool:
     return named or not any("forward" in held for held in below)
 
 
-def read_elsewhere(model: nn.Module, methods: bool = False) -> dict[nn.Module, str]:
-    """Find layers whose weight is read by code or held by an attribute or buffer elsewhere.
-
-    With ``methods`` also layers of which an attribute holds a method, such as ``forward``. The
-    reason of each is the end of a sentence. The model is neither run nor changed.
-    """
-    held = _held_in_parts(model).items()
-    return {
-        **read_by_code(model),
-        **{layer: said for (layer, part), said in held if methods or part == "weight"},
-    }
-
-
-def _held_in_parts(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
-    """Find layers of which an attribute or buffer holds a method, the weight, or a view of it.
-
-    A held layer is converted in place; a held method or weight would stay the dense layer's.
-    """
-    of_every_module = vars(nn.Module()).keys() - {"_buffers"} | {"extra_repr"}
-    owners = {
-        address: module
-        for module in model.modules()
-        if is_linear(module) and (weight := module._parameters.get("weight")) is not None
-        for address in _addresses(weight)
-    }
-    seen: dict[int, tuple[int, Any]] = {}
-    return {
-        (layer, part): f"{type(holder).__name__} holds its {part} in {attribute}, "
-        "which stays dense; "
-        + (
-            "convert the model before it is wrapped"
-            if isinstance(holder, nn.parallel.DistributedDataParallel)
-            else "call the layer instead"
-        )
-        for holder in model.modules()
-        for attribute, value in vars(holder).items()
-        if attribute not in of_every_module and (attribute != "forward" or is_replaced(holder))
-        for layer, part in _parts_of_layers(value, owners, seen)
-    }
-
-
-def _parts_of_layers(
-    value: Any, owners: Mapping[int, nn.Module], seen: dict[int, tuple[int, Any]], depth: int = 6
-) -> Iterator[tuple[nn.Module, str]]:
-    """Yield ``(layer, part)`` for parts of layers in a value.
-
-    ``depth`` bounds recursive values; ``seen`` maps the id of each searched object to its depth,
-    and to the object, because the id of a freed one is given to another.
-    """
-    try:
-        if isinstance(value, weakref.ProxyTypes):
-            value = value.__repr__.__self__  # the object behind the proxy
-        owner: Any = value.__self__ if isinstance(value, types.MethodType) else None
-        if is_linear(owner):
-            if value.__func__ is not nn.Module.__call__:  # harmless: looks forward up at each call
-                yield owner, getattr(value, "__name__", "method")  # a partial has no name
-        elif isinstance(value, torch.Tensor):
-            found = [owners[a] for a in _addresses(value) if a in owners]
-            base = None if is_lazy(value) else value._base
-            if base is not None:  # a view of a weight, but not of memory that many tensors share
-                whole = (owners[a] for a in _addresses(base) if a in owners)
-                found += [m for m in whole if base.numel() == m.get_parameter("weight").numel()]
-            yield from ((owner, "weight") for owner in found)
-        elif depth > seen.get(id(value), (0,))[0] and not isinstance(value, _HOLD_NOTHING):
-            seen[id(value)] = depth, value
-            for part in _parts(value):
-                yield from _parts_of_layers(part, owners, seen, depth - 1)
-    except Exception:  # a foreign object that cannot be looked at, such as a dead proxy
-        return
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    """Return the values inside a container, a function or another plain object."""
-    if isinstance(value, dict):  # not any mapping: some load values from disk when asked
-        return value.values()
-    if isinstance(value, (list, tuple, Set, deque)):
-        return value
-    if isinstance(value, functools.partial):
-        return value.func, *value.args, *value.keywords.values()
-    if isinstance(value, types.MethodType):
-        return (value.__self__,)
-    if isinstance(value, types.FunctionType):
-        return closure(value).values()
-    return *getattr(value, "__dict__", {}).values(), *_in_slots(value)
-
-
-def _in_slots(value: Any) -> Iterator[Any]:
-    """Yield what the slots of an object hold, without running code of its class."""
-    for kind in type(value).__mro__:
-        slots = vars(kind).values() if "__slots__" in vars(kind) else ()
-        for slot in slots:
-            if isinstance(slot, types.MemberDescriptorType):
-                with suppress(AttributeError):  # of an empty slot
-                    yield slot.__get__(value)
-
-
 def _kept_in_float32(model: nn.Module) -> set[re.Pattern[str]]:
     """Return patterns for names of parameters that modules of a model list to stay in float32."""
     return {
@@ -357,15 +256,6 @@ def _tied_weights(model: nn.Module) -> set[int]:
     owners: dict[int, set[tuple[int, str]]] = defaultdict(set)
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            for address in _addresses(p):
+            for address in addresses(p):
                 owners[address].add((id(module), name))
     return {key for key, users in owners.items() if len(users) > 1}
-
-
-def _addresses(tensor: torch.Tensor) -> Iterator[int]:
-    """Yield the id of a tensor and the address of its data, which whole views share."""
-    yield id(tensor)
-    plain = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
-    valueless = tensor.is_meta or isinstance(tensor, FakeTensor) or is_lazy(tensor)
-    if plain and not valueless and tensor.numel():
-        yield tensor.data_ptr()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit.conversion.patterns import some_of
+from fp8kit.errors import some_of
 from fp8kit.modules.expert_stacks import ExpertStacks
 from fp8kit.modules.library_experts import argument_names, own_gate
 from fp8kit.modules.trials import CopyError, contents, isolated_copy, row_factors, set_training

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from fp8kit.conversion.expert_trials import DOWN, ELSE, difference, layouts
-from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import ConversionError, InvalidType, teach
+from fp8kit.errors import ConversionError, InvalidType, some_of, teach
 from fp8kit.modules.expert_stacks import ExpertStacks
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.library_experts import argument_names

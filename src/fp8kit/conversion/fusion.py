@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from torch import nn
 
 from fp8kit.conversion import fusible_modules
 from fp8kit.conversion.fusion_rules import Link, family_links, given_links, verify_links
-from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.routers import fuse_routers
 from fp8kit.conversion.siblings import share_inputs
-from fp8kit.errors import ConversionError, check_choice
+from fp8kit.errors import ConversionError, check_choice, some_of
 from fp8kit.formats import Scheme
 from fp8kit.modules.codes_calls import takes_codes
 from fp8kit.modules.consumers import Consumers
 from fp8kit.modules.decoder_layer import install_residual_forwards
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.fused_module import Fused
-from fp8kit.modules.fused_producers import Producer
 from fp8kit.modules.joining import can_share
 from fp8kit.modules.library_experts import LibraryExperts
 from fp8kit.modules.linear import Fp8Linear
@@ -110,9 +108,18 @@ def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
     users' rules (``links``). Routers beside FP8 experts get one kernel for their choice, RMS norms
     and rotary embeddings one launch. Returns the names of all modules that were changed.
     """
-    replaced: list[str] = []
     families = family_links(model)
     blocks = {link.block for link in families}
+    replaced = _fuse_feed_forwards(model, blocks)
+    replaced += [link.source for link in (*links, *families) if _fuse_linked(model, link)]
+    replaced += _fuse_plain(model)
+    install_residual_forwards(model.get_submodule(name) for name in sorted(blocks))
+    return replaced
+
+
+def _fuse_feed_forwards(model: nn.Module, blocks: Container[str]) -> list[str]:
+    """Fuse feed-forwards, of which ``blocks`` have one as ``mlp``, and routers beside experts."""
+    replaced: list[str] = []
     for name, module in list(model.named_modules()):
         parent = name.rpartition(".")[0]
         if isinstance(module, LibraryExperts) and name:
@@ -125,36 +132,41 @@ def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
         if fused is not None and fused.is_converted():
             model.set_submodule(name, fused)
             replaced.append(name)
-    for link in (*links, *families):
-        fused_producer = _producer(model, link)
-        if fused_producer is not None and link.producer is not None:
-            model.set_submodule(link.source, fused_producer)
-            # again, with the fused producer in its place: a wrapper around it is then noticed
-            group = fused_producer.consumers.group
-            fused_producer.consumers = Consumers(group, link.unchanged(model))
-            replaced.append(link.source)
-    if any(isinstance(module, (Fp8Linear, ExpertTensors)) for module in model.modules()):
-        for name, module in model.named_modules():
-            own = fusible_modules.norm_forward(module) or fusible_modules.rotary_forward(module)
-            if own is not None:
-                set_forward(module, own)
-                replaced.append(name)
-    install_residual_forwards(model.get_submodule(name) for name in sorted(blocks))
     return replaced
 
 
-def _producer(model: nn.Module, link: Link) -> Producer | None:
+def _fuse_linked(model: nn.Module, link: Link) -> bool:
+    """Replace the norm or activation of a link by one that writes FP8; return whether it fits."""
     module = model.get_submodule(link.source)
     members = [model.get_submodule(name) for name in link.layers]
     layers = [m for m in members if isinstance(m, Fp8Linear) and takes_codes(m.scheme)]
     if link.producer is None or isinstance(module, Fused) or len(layers) < len(members):
-        return None
+        return False
     if len(layers) == 1 and layers[0].shared is None:
         share_inputs(model, [link.layers])
     group = layers[0].shared
     if not isinstance(group, SharedInput) or list(group.members) != layers:
-        return None
+        return False
     if own_forward(module) is not None:
         drop_forward(module)
     consumers = Consumers(group, link.unchanged(model))
-    return fusible_modules.make_producer(module, consumers, link.concatenated)
+    fused = fusible_modules.make_producer(module, consumers, link.concatenated)
+    if fused is None:
+        return False
+    model.set_submodule(link.source, fused)
+    # again, with the fused producer in its place: a wrapper around it is then noticed
+    fused.consumers = Consumers(group, link.unchanged(model))
+    return True
+
+
+def _fuse_plain(model: nn.Module) -> list[str]:
+    """Give norms and rotary embeddings of a model with FP8 layers a ``forward`` of one launch."""
+    if not any(isinstance(module, (Fp8Linear, ExpertTensors)) for module in model.modules()):
+        return []
+    replaced = []
+    for name, module in model.named_modules():
+        own = fusible_modules.norm_forward(module) or fusible_modules.rotary_forward(module)
+        if own is not None:
+            set_forward(module, own)
+            replaced.append(name)
+    return replaced

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from fp8kit.conversion.calibration import eagerly
 from fp8kit.conversion.fusible_modules import computed_activation
 from fp8kit.conversion.model_families import BLOCKS
-from fp8kit.conversion.patterns import check_expression, names_block, some_of
-from fp8kit.errors import ConversionError, InvalidType, InvalidValue
+from fp8kit.conversion.patterns import check_expression, names_block
+from fp8kit.errors import ConversionError, InvalidType, InvalidValue, some_of
 
 # settings on the path that must be off, where they exist: else other code reads the tensor, too
 _OFF: dict[str, tuple[object, ...]] = {

@@ -37,12 +37,16 @@ OF_DELTA_NET = {
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
-# layers that serving engines merge into one, so that all of them are FP8 or none is
-MERGED_BY_ENGINES = (
-    *(_QKV, GATE_UP, _W1_W3, ("q_a_proj", "kv_a_proj_with_mqa")),
-    *(("query", "key", "value"), ("c_fc_0", "c_fc_1")),  # BERT's, and the gate and up of EXAONE
-    *OF_DELTA_NET.values(),
-)
+# a layer, and all that serving engines merge it with, so that all of them are FP8 or none is
+MERGED_BY_ENGINES = {
+    name: group
+    for group in (
+        *(_QKV, GATE_UP, _W1_W3, ("q_a_proj", "kv_a_proj_with_mqa")),
+        *(("query", "key", "value"), ("c_fc_0", "c_fc_1")),  # BERT's; the gate and up of EXAONE
+        *OF_DELTA_NET.values(),
+    )
+    for name in group
+}
 
 _ATTENTION = " ".join(f"self_attn.{name}" for name in _QKV)
 _MLP = " ".join(f"mlp.{name}" for name in GATE_UP)

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.report import Report
 from fp8kit.dispatch.backends import choose
-from fp8kit.errors import teach
+from fp8kit.errors import some_of, teach
 from fp8kit.formats import MX, SCHEMES, Scheme
 from fp8kit.matmul.problem import DECODING, MATMUL_BACKENDS, TIMED_DTYPES, linear_problem
 from fp8kit.modules.dense import linear_at

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from torch import Tensor, nn
 
 from fp8kit.conversion.model_families import MERGED_BY_ENGINES
-from fp8kit.errors import ConversionError, InvalidType, did_you_mean
+from fp8kit.errors import ConversionError, InvalidType, did_you_mean, some_of
 
 LayerFilter = Callable[[str, nn.Module], bool]
 
@@ -260,8 +260,7 @@ def size_obstacle(shape: tuple[int, ...]) -> str:
 def merged_siblings(name: str) -> list[str]:
     """Return the names of the layers that engines merge with a layer, such as q, k and v."""
     parent, dot, last = name.rpartition(".")
-    group = next((g for g in MERGED_BY_ENGINES if last in g), ())
-    return [f"{parent}{dot}{other}" for other in group if other != last]
+    return [f"{parent}{dot}{other}" for other in MERGED_BY_ENGINES.get(last, ()) if other != last]
 
 
 def _closest(pattern: str, names: Sequence[str]) -> str:
@@ -273,9 +272,3 @@ def _closest(pattern: str, names: Sequence[str]) -> str:
     bare = pattern.strip("*.")
     endings = dict.fromkeys(n.rpartition(".")[2] for n in names)
     return did_you_mean(bare, names if "." in bare else endings)
-
-
-def some_of(names: Sequence[str]) -> str:
-    """List a few names for a message."""
-    shown = ", ".join(names[:5])
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "none"

@@ -15,10 +15,10 @@ from fp8kit.conversion import fusion, notes, replacement, siblings, slower_layer
 from fp8kit.conversion.decisions import Candidates, Rules
 from fp8kit.conversion.eligibility import Eligibility
 from fp8kit.conversion.fusion_rules import Link
-from fp8kit.conversion.patterns import check_patterns, chosen, some_of
+from fp8kit.conversion.patterns import check_patterns, chosen
 from fp8kit.conversion.report import Report
 from fp8kit.dispatch.device import capability
-from fp8kit.errors import ConversionError, InvalidType, check_choice, check_switch
+from fp8kit.errors import ConversionError, InvalidType, check_choice, check_switch, some_of
 from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import holds_matrix

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from fp8kit.conversion import calibration
 from fp8kit.conversion.experts import recognize, stacks_of
-from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.report import Report
-from fp8kit.errors import ConversionError
+from fp8kit.errors import ConversionError, some_of
 from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import is_conv1d, is_linear, linear_at

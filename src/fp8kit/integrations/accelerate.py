@@ -18,8 +18,7 @@ import torch
 from accelerate.utils import modeling
 from torch import Tensor, nn
 
-from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import CheckpointError
+from fp8kit.errors import CheckpointError, some_of
 from fp8kit.formats import FP8_FORMATS
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.guarded_weight import unguarded

@@ -26,10 +26,10 @@ from fp8kit.checkpoint.exporting import refuse_adapters, refuse_transposed
 from fp8kit.checkpoint.loading.into_module import empty_layer, plan_to_load
 from fp8kit.checkpoint.loading.merged_weights import is_finite, not_finite
 from fp8kit.conversion import fusion, siblings
-from fp8kit.conversion.patterns import LayerFilter, some_of
+from fp8kit.conversion.patterns import LayerFilter
 from fp8kit.conversion.plan import refuse_static, warn_of_nothing
 from fp8kit.conversion.report import Report
-from fp8kit.errors import CheckpointError, UnsupportedError
+from fp8kit.errors import CheckpointError, UnsupportedError, some_of
 from fp8kit.formats import SCHEMES, Scheme
 from fp8kit.integrations.diffusers_bfl import bundled, is_bundle, parts_of
 from fp8kit.integrations.quantizer_of_layers import (

@@ -23,8 +23,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
 
 from fp8kit import functional
-from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import InvalidValue, UnsupportedError, teach
+from fp8kit.errors import InvalidValue, UnsupportedError, some_of, teach
 from fp8kit.formats import FP8_FORMATS
 from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.expert_tensors import ExpertTensors

@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightRenaming
 
 from fp8kit import functional
 from fp8kit.checkpoint.cache_scales import keep_cache_scales
-from fp8kit.checkpoint.dialects.by_layer import scheme_of_plain
+from fp8kit.checkpoint.dialects.by_layer import plain, scheme_of_plain
 from fp8kit.checkpoint.loading.into_module import Filled
 from fp8kit.checkpoint.loading.merged_weights import not_finite
 from fp8kit.checkpoint.schema.decoding import beyond_fp16
@@ -29,17 +29,16 @@ from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import experts_of, named
 from fp8kit.checkpoint.schema.targets import output_heads
 from fp8kit.checkpoint.storage.reader import Checkpoint
-from fp8kit.conversion.eligibility import read_elsewhere
 from fp8kit.conversion.model_families import JOINED
-from fp8kit.conversion.patterns import some_of
+from fp8kit.conversion.readers.held import read_elsewhere
 from fp8kit.conversion.report import tied_to
-from fp8kit.errors import CheckpointError
+from fp8kit.errors import CheckpointError, some_of
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.integrations.quantizer_of_layers import misfit
 from fp8kit.integrations.transformers_experts import DirectExperts, chosen_experts, take_experts
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig as Fp8KitConfig
 from fp8kit.integrations.transformers_quantizer import Fp8KitQuantizer as Fp8KitQuantizer
-from fp8kit.integrations.transformers_quantizer import decide, layers_in_model, not_quantized, plain
+from fp8kit.integrations.transformers_quantizer import decide, layers_in_model, not_quantized
 from fp8kit.integrations.transformers_saving import check_version
 from fp8kit.integrations.transformers_saving import export as export
 from fp8kit.integrations.transformers_trial import accepted as accepted

@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from fp8kit.checkpoint.dialects.by_layer import plain
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.checkpoint.streaming.layer_selection import Facts, KnownLayer
 from fp8kit.conversion.patterns import size_obstacle
@@ -14,7 +15,7 @@ from fp8kit.conversion.report import tied_to
 from fp8kit.conversion.roles import layer_roles
 from fp8kit.formats import Scheme
 from fp8kit.integrations.transformers import skeleton
-from fp8kit.integrations.transformers_quantizer import Fp8KitConfig, decide, plain
+from fp8kit.integrations.transformers_quantizer import Fp8KitConfig, decide
 from fp8kit.integrations.transformers_trial import renamed
 from fp8kit.modules.dense import is_linear
 

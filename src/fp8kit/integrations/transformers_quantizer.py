@@ -24,8 +24,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp8kit.checkpoint.dialects import JsonObject
-from fp8kit.checkpoint.dialects.by_layer import plain as plain
-from fp8kit.checkpoint.dialects.by_layer import scheme_of_plain
+from fp8kit.checkpoint.dialects.by_layer import plain, scheme_of_plain
 from fp8kit.checkpoint.expert_splitting import stacks_in
 from fp8kit.checkpoint.loading.into_module import empty_layer, plan_to_load
 from fp8kit.checkpoint.loading.merged_weights import is_finite

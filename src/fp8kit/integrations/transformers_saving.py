@@ -24,8 +24,7 @@ from fp8kit.checkpoint.loading.expected import ties
 from fp8kit.checkpoint.loading.into_module import tie
 from fp8kit.checkpoint.quantization_config import announce, refuse_unloadable
 from fp8kit.checkpoint.schema.naming import experts_of, named
-from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import CheckpointError, UnsupportedError, teach
+from fp8kit.errors import CheckpointError, UnsupportedError, some_of, teach
 from fp8kit.formats import FP8_FORMATS, MX
 from fp8kit.integrations.transformers_renames import scales_follow
 from fp8kit.integrations.transformers_trial import accepted_of

@@ -24,8 +24,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from fp8kit.checkpoint.dialects import JsonObject, Kinds
 from fp8kit.checkpoint.schema.naming import experts_of, sort_names
-from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import CheckpointError
+from fp8kit.errors import CheckpointError, some_of
 
 _IGNORED = ("ignore", "ignored_layers", "modules_to_not_convert")
 _METHODS = ("compressed-tensors", "fp8", "mxfp8")

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fp8kit.checkpoint.loading import into_module
 from fp8kit.checkpoint.loading.expected import NewLayers, other_beginning
 from fp8kit.checkpoint.loading.placement import Placement
-from fp8kit.conversion.patterns import LayerFilter, some_of
-from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, check_switch
+from fp8kit.conversion.patterns import LayerFilter
+from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, check_switch, some_of
 from fp8kit.formats import FLOATS, Scheme
 from fp8kit.io.arguments import as_device
 from fp8kit.modules.libraries import bare

@@ -38,12 +38,12 @@ from fp8kit.errors import (
     check_choice,
     check_switch,
     counted,
+    is_integer,
     teach,
 )
 from fp8kit.formats import Scheme
 from fp8kit.io.arguments import as_devices
 from fp8kit.io.models import accepted
-from fp8kit.ops.validation import is_integer
 
 THREADS_PER_GPU = 8
 _MOST_WORKERS = 1024

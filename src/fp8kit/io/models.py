@@ -19,11 +19,20 @@ from fp8kit.checkpoint.dialects import JsonObject, Kinds
 from fp8kit.checkpoint.loading import into_module
 from fp8kit.checkpoint.quantization_config import announce, refuse_unloadable, warn_of_stacks
 from fp8kit.checkpoint.schema.naming import experts_of
+from fp8kit.checkpoint.storage.layout import MAX_SHARD_BYTES
 from fp8kit.checkpoint.storage.nvfp4 import conversion_notes
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
-from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
-from fp8kit.conversion.patterns import LayerFilter, some_of
-from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, as_path, check_switch, teach
+from fp8kit.checkpoint.storage.writer import write_checkpoint
+from fp8kit.conversion.patterns import LayerFilter
+from fp8kit.errors import (
+    CheckpointError,
+    InvalidType,
+    InvalidValue,
+    as_path,
+    check_switch,
+    some_of,
+    teach,
+)
 from fp8kit.formats import MX_FORMS, SCHEMES, Scheme
 from fp8kit.io.arguments import as_device, check_missing, check_widths
 from fp8kit.modules.libraries import bare, is_transformers

@@ -17,14 +17,16 @@ from fp8kit.checkpoint.exporting import on_disk, with_quantization
 from fp8kit.checkpoint.rebasing import fall_back, weights_of
 from fp8kit.checkpoint.schema import targets
 from fp8kit.checkpoint.schema.naming import dense_stacks, named, standard_names
+from fp8kit.checkpoint.storage.layout import MAX_SHARD_BYTES, Layout
 from fp8kit.checkpoint.storage.matrices import single_experts
 from fp8kit.checkpoint.storage.nvfp4 import conversion_notes
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
-from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
+from fp8kit.checkpoint.storage.writer import write_checkpoint
 from fp8kit.checkpoint.translated import TranslatedMatrix, Translation, fit_to_target, matrices_of
 from fp8kit.errors import CheckpointError, check_choice
-from fp8kit.formats import MX, ROW, TENSOR, QTensor, Scheme, scale_dtype, stack_scale_shape
+from fp8kit.formats import MX, ROW, TENSOR, QTensor, Scheme
 from fp8kit.io.models import accepted
+from fp8kit.modules.parameters import empty_tensors
 from fp8kit.moe.arguments import stacked_scale
 from fp8kit.quantizers.rebase import rebase
 
@@ -221,11 +223,8 @@ def _empty_tensors(job: Translation) -> Iterator[tuple[str, Tensor]]:
             shape = checkpoint.tensors[name].shape
             yield _cache_scale(job, name, torch.empty(shape if len(shape) == 3 else (1,)))
         for m in job.matrices:
-            group = m.scheme.weight
-            codes = torch.empty(m.held, dtype=torch.float8_e4m3fn)
-            scale = torch.empty(stack_scale_shape(m.held, group), dtype=scale_dtype(group))
-            yield _renamed(job, m, "weight", codes)
-            yield _renamed(job, m, "weight_scale", scale)
+            for kind, empty in empty_tensors(m.held, m.scheme, "meta").items():
+                yield _renamed(job, m, kind, empty)
             if m.scheme.static:
                 yield _renamed(job, m, "input_scale", torch.empty(1, 1))
         for m in job.unfit:

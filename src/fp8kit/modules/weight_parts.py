@@ -16,21 +16,11 @@ from torch import Tensor, nn
 
 from fp8kit import functional
 from fp8kit.dispatch.device import architecture, native_codes
-from fp8kit.errors import InvalidType, InvalidValue
-from fp8kit.formats import (
-    E4M3FN,
-    E4M3FNUZ,
-    MX,
-    ROW,
-    TENSOR,
-    QTensor,
-    Scheme,
-    check_strided,
-    fp8_format,
-)
+from fp8kit.errors import InvalidType, InvalidValue, check_strided, is_integer
+from fp8kit.formats import E4M3FN, E4M3FNUZ, MX, ROW, TENSOR, QTensor, Scheme, fp8_format
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import frozen
-from fp8kit.ops.validation import check_quantized, is_integer
+from fp8kit.ops.validation import check_quantized
 
 # engines fill scales with this before loading; a part that still has it got no scale of its own
 UNSET_SCALE = torch.finfo(torch.float8_e4m3fn).min

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8kit.errors import InvalidType, InvalidValue
-from fp8kit.formats import TENSOR, GroupShape, QTensor, Scheme, check_strided
+from fp8kit.errors import InvalidType, InvalidValue, check_strided
+from fp8kit.formats import TENSOR, GroupShape, QTensor, Scheme
 from fp8kit.moe.activation import Activation
 from fp8kit.moe.routing import check_routing
 from fp8kit.ops import scale_validation, validation

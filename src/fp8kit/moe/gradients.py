@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8kit.moe.loop import used
 from fp8kit.moe.pairs import sorted_pairs
 from fp8kit.moe.problem import ExpertOperands, ExpertsProblem, ExpertWeights
 from fp8kit.quantizers import reference as quantizer
@@ -24,11 +25,8 @@ def layer_backward(
     pairs, k = sorted_pairs(ids, problem.experts), ids.shape[1]
     rows = torch.zeros(ids.numel(), problem.hidden, dtype=torch.float32, device=x.device)
     of_weights = torch.zeros(ids.numel(), dtype=torch.float32, device=x.device)
-    edges = pairs.offsets.tolist()
-    for expert in range(problem.experts):
-        chosen = pairs.order[edges[expert] : edges[expert + 1]]
-        if not chosen.numel():
-            continue
+    for expert, start, stop in used(pairs.offsets):
+        chosen = pairs.order[start:stop]
         token, factor = chosen // k, weights.reshape(-1)[chosen].unsqueeze(1)
         given, upstream = x[token].float(), grad[token].float()
         w13, w2 = (_dense(w, expert, problem) for w in (operands.w13, operands.w2))

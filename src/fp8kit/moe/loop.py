@@ -85,7 +85,7 @@ def layer(operands: ExpertOperands, problem: ExpertsProblem, multiply: Multiply)
         (problem.intermediate_group, problem.w_group),
     )
     rows = operands.x.new_zeros(operands.ids.numel(), problem.hidden, dtype=torch.float32)
-    for expert, start, stop in _used(pairs.offsets):
+    for expert, start, stop in used(pairs.offsets):
         chosen = pairs.order[start:stop]
         x, scale = _rows(source.data, source.scale, problem.x_group, chosen // source.fan)
         p = multiply(_operands(x, scale, operands.w13, expert), first, settings)
@@ -100,7 +100,7 @@ def product(operands: GroupedOperands, problem: GroupedProblem, multiply: Multip
     x, settings = operands.x, Products(problem.out_dtype, problem.batch_invariant)
     y = x.new_zeros(x.shape[0], problem.n, dtype=problem.out_dtype)
     _check_edges(operands.offsets, x.shape[0])
-    for expert, start, stop in _used(operands.offsets):
+    for expert, start, stop in used(operands.offsets):
         chosen = torch.arange(start, stop, device=x.device)
         rows = _rows(x, operands.x_scale, problem.x_group, chosen)
         inputs = _operands(*rows, operands.w, expert)
@@ -118,7 +118,8 @@ def _check_edges(offsets: Tensor, rows: int) -> None:
         )
 
 
-def _used(offsets: Tensor) -> list[tuple[int, int, int]]:
+def used(offsets: Tensor) -> list[tuple[int, int, int]]:
+    """Return each expert that has rows, its first row and that behind its last; the host waits."""
     edges = offsets.tolist()
     spans = itertools.pairwise(edges)
     return [(e, start, stop) for e, (start, stop) in enumerate(spans) if start < stop]

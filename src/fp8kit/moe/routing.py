@@ -15,10 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import InvalidType, InvalidValue, check_choice, check_number, check_switch
-from fp8kit.formats import check_strided
+from fp8kit.errors import (
+    InvalidType,
+    InvalidValue,
+    check_choice,
+    check_number,
+    check_strided,
+    check_switch,
+    is_integer,
+)
 from fp8kit.moe.top_k import CHOOSE, SCORINGS, Formula, scores_of, weights_of
-from fp8kit.ops.validation import check_float, check_operand, check_size, is_integer
+from fp8kit.ops.validation import check_float, check_operand, check_size
 
 _BEST_OF_GROUP = 2
 _INTEGERS = (torch.int32, torch.int64)

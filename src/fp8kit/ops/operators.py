@@ -22,36 +22,19 @@ from fp8kit.ops import bodies, schemas, transforms  # noqa: F401  (schemas regis
 from fp8kit.quantizers.scale_layout import product_layout
 from fp8kit.runtime.replay_cache import Operands, Operator, Options, ReplayCache
 
-Group = tuple[int, int]
 
-
-def linear_registered(
-    x: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    input_scale: Tensor | None,
-    scale_ub: Tensor | None,
-    x_group: Group | None,
-    w_group: Group,
-    scale_rounding: str,
-    accum: str,
-    batch_invariant: bool,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
+def linear_registered(x: Tensor, *others: Any) -> Tensor:
     """Quantize ``x`` and multiply it by a weight, as one registered operator.
 
-    ``x`` is ``[..., K]``; the codes ``w`` are ``[N, K]``. Without ``x_group``, ``x`` stays in high
-    precision. If ``out_dtype`` is ``None``, it is that of ``x``, or of autocast where that is on.
+    The arguments are those of ``bodies.linear`` up to ``out_dtype``, all of them. If that is
+    ``None``, the result has the dtype of ``x``, or of autocast where that is on.
     """
     _refuse_tangent(x)
     x = autocast(x)
     product: Any = torch.ops.fp8kit.linear
     if transforms.needs_function():
         product = transforms.linear
-    constants = (w, w_scale, bias, input_scale, scale_ub)
-    groups = (x_group, w_group)
-    return product(x, *constants, *groups, scale_rounding, accum, batch_invariant, out_dtype)
+    return product(x, *others)
 
 
 def joined_registered(

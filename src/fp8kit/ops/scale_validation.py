@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fp8kit.errors import InvalidType, InvalidValue
-from fp8kit.formats import TENSOR, GroupShape, check_scale, check_strided
+from fp8kit.errors import InvalidType, InvalidValue, check_strided
+from fp8kit.formats import TENSOR, GroupShape, check_scale
 
 
 def check_scale_ub(scale_ub: Tensor | None, x: Tensor) -> None:

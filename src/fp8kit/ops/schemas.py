@@ -81,33 +81,19 @@ def _linear_fake(x: Tensor, w: Tensor, *others: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], w.shape[0], dtype=out_dtype or x.dtype)
 
 
-def _joined_call(
-    x: Tensor,
-    w: list[Tensor],
-    w_scale: list[Tensor],
-    bias: list[Tensor],
-    scale_ub: Tensor | None,
-    x_group: Sequence[int],
-    w_group: Sequence[int],
-    *rest: Any,
-) -> Call:
+def _joined_call(x: Tensor, *others: Any) -> Call:
+    w, w_scale, bias, scale_ub, x_group, w_group, *rest = others
     held = (*w, *w_scale, *bias, scale_ub)
     return w[0], _JOINED_BODY, (x,), held, (tuple(x_group), tuple(w_group), *rest)
 
 
-def _joined_linear(
-    x: Tensor,
-    w: list[Tensor],
-    w_scale: list[Tensor],
-    bias: list[Tensor],
-    scale_ub: Tensor | None,
-    *groups_and_rest: Any,
-) -> Tensor:
-    call = _joined_call(x, w, w_scale, bias, scale_ub, *groups_and_rest)
+def _joined_linear(x: Tensor, *others: Any) -> Tensor:
+    call = _joined_call(x, *others)
     y: Tensor | None = replay_on(*call)
     if y is not None:
         return y
     first, body, inputs, held, options = call
+    w, w_scale, bias, scale_ub, *_ = others
     weight, scale, biases = as_one(w), as_one(w_scale), as_one(bias) if bias else None
     if weight is None or scale is None or (bias and biases is None):
         none: list[Tensor | None] = [None] * len(w)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Collection, Iterable
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8kit.errors import InvalidType, InvalidValue, check_choice, check_switch, did_you_mean
+from fp8kit.errors import (
+    InvalidType,
+    InvalidValue,
+    check_choice,
+    check_strided,
+    check_switch,
+    did_you_mean,
+    is_integer,
+)
 from fp8kit.formats import (
     BLOCK,
     FLOATS,
@@ -21,7 +28,6 @@ from fp8kit.formats import (
     GroupShape,
     QTensor,
     Scheme,
-    check_strided,
 )
 from fp8kit.quantizers.scale_layout import LAYOUTS, has_columns
 
@@ -169,8 +175,8 @@ def check_float(name: str, x: Tensor) -> None:
 
 def check_layer_input(x: Tensor, codes: torch.dtype) -> None:
     """Refuse an input that a layer cannot quantize, naming the cause if the input has FP8 codes."""
-    check_tensor("x", x)
-    if x.dtype == codes:
+    if isinstance(x, Tensor) and x.dtype == codes:
+        check_tensor("x", x)
         raise InvalidType(
             f"Got x of dtype {x.dtype} and shape {tuple(x.shape)}, codes without scales.",
             "A layer takes bfloat16, float16 or float32, or a QTensor, and quantizes itself.",
@@ -188,11 +194,6 @@ def check_out_dtype(dtype: torch.dtype) -> None:
             "Results are bfloat16, float16 or float32.",
             "Pass one of these.",
         )
-
-
-def is_integer(value: object) -> TypeGuard[int]:
-    """Return whether a value is a whole number, also of a compiler; ``True`` is none."""
-    return isinstance(value, torch.SymInt | numbers.Integral) and not isinstance(value, bool)
 
 
 def check_size(name: str, value: object) -> None:

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from fp8kit.dispatch.backends import BackendTable, Choice, choose
-from fp8kit.errors import InvalidType, InvalidValue
+from fp8kit.errors import InvalidType, InvalidValue, is_integer, some_of
 from fp8kit.formats import MX, Scheme
 from fp8kit.matmul.problem import MATMUL_BACKENDS
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.moe.problem import MOE_BACKENDS, ExpertsProblem
-from fp8kit.ops.validation import is_integer
 from fp8kit.perf.warmup_experts import experts_of, pairs_of_a_token
 
 _SHOWN = 3  # notes of layers that share an entry
@@ -57,7 +56,7 @@ class Explanation:
 
     def __str__(self) -> str:
         return "\n\n".join(
-            "\n".join((_listed(names), str(choice), *self._details(names)))
+            "\n".join((some_of(names, most=1), str(choice), *self._details(names)))
             for names, choice in self.entries
         )
 
@@ -156,7 +155,3 @@ def _numbers(scheme: Scheme, choice: Choice) -> str:
         return f"{told}; weight-only, decoded as it is multiplied"
     native = choice.backend == "torch_native"
     return f"{told}; {'native' if native else 'emulated: both are decoded to be multiplied'}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -31,10 +31,16 @@ BACKEND_NAMES = (
     "cpu",
     "reference",
 )
+_variables: list[str] = []  # all that are read here
+
+
+def _read(variable: str) -> str:
+    _variables.append(variable)
+    return os.environ.get(variable, "")
 
 
 def _backend_names(variable: str) -> frozenset[str]:
-    names = frozenset(n.strip() for n in os.environ.get(variable, "").split(",") if n.strip())
+    names = frozenset(n.strip() for n in _read(variable).split(",") if n.strip())
     if not names <= set(BACKEND_NAMES):
         raise InvalidValue(
             f"The environment variable {variable} names {sorted(names - set(BACKEND_NAMES))}.",
@@ -44,14 +50,13 @@ def _backend_names(variable: str) -> frozenset[str]:
     return names
 
 
-def _cache_dir() -> Path:
-    chosen = os.environ.get("FP8KIT_CACHE_DIR")
-    if chosen:
+def _cache_dir(variable: str) -> Path:
+    if chosen := _read(variable):
         try:
             return Path(chosen).expanduser()
         except RuntimeError as error:  # ~name of a user that is not known here
             raise InvalidValue(
-                f"The environment variable FP8KIT_CACHE_DIR is {chosen!r}.",
+                f"The environment variable {variable} is {chosen!r}.",
                 "It must be the path of a directory; ~ stands for a home directory known here.",
                 "Correct or unset the variable.",
             ) from error
@@ -64,7 +69,7 @@ def _cache_dir() -> Path:
 
 def _word(variable: str, known: tuple[str, ...]) -> str:
     """Return the value of a variable, which is one of ``known``; the first is the default."""
-    found = os.environ.get(variable, "").strip() or known[0]
+    found = _read(variable).strip() or known[0]
     if found not in known:
         raise InvalidValue(
             f"The environment variable {variable} is {found!r}.",
@@ -75,19 +80,18 @@ def _word(variable: str, known: tuple[str, ...]) -> str:
 
 
 def _warn_of_misspelt() -> None:
-    known = ("FP8KIT_ACCUM", "FP8KIT_BATCH_INVARIANT", "FP8KIT_CACHE_DIR", "FP8KIT_DISABLE")
-    words = [name.removeprefix(_PREFIX) for name in known]
+    words = [name.removeprefix(_PREFIX) for name in _variables]
     for name in os.environ:
         word = name.removeprefix(_PREFIX)
         # only what looks like one of these: other programs may have the prefix, too
-        if name.startswith(_PREFIX) and name not in known and (meant := did_you_mean(word, words)):
+        if word != name and word not in words and (meant := did_you_mean(word, words)):
             arrived = f"The environment variable {name} is set, and nothing reads it."
-            required = f"Variables are {', '.join(known)}."
+            required = f"Variables are {', '.join(_variables)}."
             warnings.warn(teach(arrived, required, f"Correct or unset it.{meant}"), stacklevel=2)
 
 
-DISABLED_BACKENDS: frozenset[str] = _backend_names("FP8KIT_DISABLE")
-CACHE_DIR: Path = _cache_dir()
 ACCUM: str = _word("FP8KIT_ACCUM", ("precise", "fast"))
 BATCH_INVARIANT: bool = _word("FP8KIT_BATCH_INVARIANT", ("0", "1")) == "1"
+CACHE_DIR: Path = _cache_dir("FP8KIT_CACHE_DIR")
+DISABLED_BACKENDS: frozenset[str] = _backend_names("FP8KIT_DISABLE")
 _warn_of_misspelt()

@@ -24,7 +24,7 @@ from checkpoint_samples import NANO, all_bytes, read
 from disks import Disk
 from fp8kit.checkpoint.dialects import DIALECTS, Spec
 from fp8kit.checkpoint.storage import directory
-from fp8kit.checkpoint.storage.reader import DTYPES
+from fp8kit.checkpoint.storage.headers import DTYPES
 from fp8kit.checkpoint.storage.writer import write_checkpoint
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import SCHEMES

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fp8kit.checkpoint.dialects.base import TEXT_PARTS
+from fp8kit.checkpoint.storage.headers import TensorInfo
 from fp8kit.checkpoint.storage.matrices import Matrix, MatrixFile, stacked_experts
-from fp8kit.checkpoint.storage.reader import Checkpoint, TensorInfo
+from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.checkpoint.streaming.layer_selection import facts_by_name, select_layers
 from fp8kit.checkpoint.streaming.recipe import Recipe
 from fp8kit.errors import CheckpointError, ConversionError

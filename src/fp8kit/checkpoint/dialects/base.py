@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from fp8kit.conversion.model_families import GATE_UP, OF_DELTA_NET
-from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import CheckpointError
+from fp8kit.errors import CheckpointError, some_of
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape, Scheme
 
 JsonObject = dict[str, Any]

@@ -24,13 +24,13 @@ from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion import fusion
 from fp8kit.conversion import siblings as conversion_siblings
-from fp8kit.conversion.eligibility import read_elsewhere
 from fp8kit.conversion.experts import stacks_of
-from fp8kit.conversion.patterns import LayerFilter, some_of
+from fp8kit.conversion.patterns import LayerFilter
 from fp8kit.conversion.plan import plan, refuse_lazy, refuse_static, warn_of_nothing
+from fp8kit.conversion.readers.held import read_elsewhere
 from fp8kit.conversion.replacement import refuse_empty_weights
 from fp8kit.conversion.report import Report
-from fp8kit.errors import CheckpointError
+from fp8kit.errors import CheckpointError, some_of
 from fp8kit.formats import FP8_FORMATS, Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import is_conv1d, unlike_linear

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import CheckpointError, ConversionError
+from fp8kit.errors import CheckpointError, ConversionError, some_of
 from fp8kit.formats import MX, ROW, SCHEMES, TENSOR, GroupShape, QTensor, Scheme, stack_scale_shape
 from fp8kit.modules.entries import quantize_weight
 from fp8kit.modules.weight_parts import join_scales, requantize

@@ -20,8 +20,7 @@ from torch.nn.modules.module import _IncompatibleKeys, _WrappedHook
 
 from fp8kit.checkpoint.exporting import is_copy
 from fp8kit.checkpoint.schema.naming import named
-from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError, some_of, teach
 from fp8kit.formats import FP8_FORMATS
 from fp8kit.modules.trials import Alone, on_trial
 

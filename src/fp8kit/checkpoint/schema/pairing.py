@@ -10,18 +10,23 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fp8kit.checkpoint.dialects import Announcement, Dialect, Format, Kinds, Source, Spec, detect
-from fp8kit.checkpoint.schema.layers import Layer as Layer
 from fp8kit.checkpoint.schema.layers import (
+    Layer,
     given_widths,
     granularity,
     input_scale_problem,
     part_widths,
     scale_problem,
 )
-from fp8kit.checkpoint.schema.naming import CODES, Parts, cache_strategy, sort_names, standard_names
-from fp8kit.checkpoint.schema.naming import named as named
-from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.checkpoint.schema.naming import (
+    CODES,
+    Parts,
+    cache_strategy,
+    named,
+    sort_names,
+    standard_names,
+)
+from fp8kit.errors import CheckpointError, some_of, teach
 from fp8kit.formats import FLOATS, ROW, TENSOR, Scheme
 
 _READ = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)

@@ -15,8 +15,8 @@ from fp8kit.checkpoint.dialects import AUTOFP8, COMPRESSED_TENSORS, Dialect, Spe
 from fp8kit.checkpoint.dialects import MXFP8_INVERSE as MXFP8
 from fp8kit.checkpoint.dialects import TRANSFORMERS_FP8 as FP8
 from fp8kit.conversion.model_families import MERGED_BY_ENGINES
-from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import CheckpointError, check_choice
+from fp8kit.conversion.patterns import merged_siblings
+from fp8kit.errors import CheckpointError, check_choice, some_of
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, Scheme
 
 TARGETS: tuple[str, ...] = ("vllm", "sglang", "transformers")
@@ -260,7 +260,7 @@ def misfit(
         return f"{target} loads 128x128 blocks without ragged edges only; it is {rows}x{cols}"
     if cols % 128:
         return f"{target} needs 128 to divide the columns of 128x128 blocks; it has {cols}"
-    group = next((g for g in MERGED_BY_ENGINES if last in g), ())
+    group = MERGED_BY_ENGINES.get(last, ())
     if group and not (target == "vllm" and last == group[-1]):
         merged = ", ".join(group)
         return f"{target} merges {merged} and needs 128 to divide their rows; it has {rows}"
@@ -277,18 +277,16 @@ def _check_merged(
     target: str, quantized: Mapping[str, tuple[int, int]], left: Mapping[str, str]
 ) -> None:
     for name in quantized:
-        parent, _, last = name.rpartition(".")
-        for group in MERGED_BY_ENGINES:
-            for sibling in group if last in group else ():
-                other = f"{parent}.{sibling}" if parent else sibling
-                if other in left:
-                    patterns = [f"*.{sibling}" for sibling in group]
-                    raise CheckpointError(
-                        f"{name} is FP8 and {other} is {left[other]}.",
-                        f"{target} merges {', '.join(group)} into one layer of one kind.",
-                        f"Include or exclude them together, as exclude={patterns} does, or save "
-                        "for target='transformers'; fp8kit.plan gives the reason of each layer.",
-                    )
+        for other in merged_siblings(name):
+            if other in left:
+                group = MERGED_BY_ENGINES[name.rpartition(".")[2]]
+                patterns = [f"*.{sibling}" for sibling in group]
+                raise CheckpointError(
+                    f"{name} is FP8 and {other} is {left[other]}.",
+                    f"{target} merges {', '.join(group)} into one layer of one kind.",
+                    f"Include or exclude them together, as exclude={patterns} does, or save "
+                    "for target='transformers'; fp8kit.plan gives the reason of each layer.",
+                )
 
 
 def _check_experts(

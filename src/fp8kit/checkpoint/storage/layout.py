@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from fp8kit.checkpoint.dialects import JsonObject
-from fp8kit.checkpoint.storage.reader import DTYPES
+from fp8kit.checkpoint.storage.headers import DTYPES
 from fp8kit.errors import CheckpointError, InvalidValue
 
 MAX_SHARD_BYTES = 5 * 10**9

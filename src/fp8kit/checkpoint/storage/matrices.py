@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8kit.checkpoint.schema.naming import experts_of
 from fp8kit.checkpoint.storage.directory import bytes_of
-from fp8kit.checkpoint.storage.reader import TensorInfo
+from fp8kit.checkpoint.storage.headers import TensorInfo
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import FLOATS
 

@@ -18,17 +18,16 @@ from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import engine_name
 from fp8kit.checkpoint.schema.pairing import group_repeated, interpret
 from fp8kit.checkpoint.storage import fp4, nvfp4, rebased
-from fp8kit.checkpoint.storage.headers import DTYPES as DTYPES
-from fp8kit.checkpoint.storage.headers import TensorInfo as TensorInfo
 from fp8kit.checkpoint.storage.headers import (
+    TensorInfo,
     check_unchanged,
     damaged,
     printable,
+    read_header,
+    read_json,
     read_tensor,
     shown,
 )
-from fp8kit.checkpoint.storage.headers import read_header as read_header
-from fp8kit.checkpoint.storage.headers import read_json as read_json
 from fp8kit.checkpoint.storage.refusals import check_source, no_weights
 from fp8kit.checkpoint.storage.stacked_scales import sliced
 from fp8kit.conversion.patterns import matches

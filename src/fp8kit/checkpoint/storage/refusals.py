@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from os.path import lexists
 from pathlib import Path
 
-from fp8kit.errors import CheckpointError, as_path
+from fp8kit.errors import CheckpointError, as_path, some_of
 
 # endings of files that hold weights in another form: what that is, what is read, what to do
 _OTHERS = {
@@ -116,7 +116,7 @@ def no_weights(folder: Path) -> CheckpointError:
     if inner:
         return CheckpointError(
             f"{folder} holds no safetensors files itself; "
-            f"{_few([str(p.relative_to(folder)) for p in inner])} inside it does.",
+            f"{some_of([str(p.relative_to(folder)) for p in inner], most=3)} inside it does.",
             "A checkpoint is one model; a pipeline of several is converted model by model.",
             f"Pass one of its folders, such as {inner[0]}.",
         )
@@ -197,17 +197,12 @@ def _several(folder: Path, shards: Sequence[str]) -> CheckpointError:
     index = f"{min(stems, default='model')}.safetensors.index.json"
     count = len(shards)
     return CheckpointError(
-        f"{folder} holds {count} safetensors files ({_few(shards)}) and no {index}.",
+        f"{folder} holds {count} safetensors files ({some_of(shards, most=3)}) and no {index}.",
         "The index says which of them are the model, and which tensor is in which.",
         "Download the index too, or pass the one file that is meant."
         if stems
         else "Pass the one file that is meant.",
     )
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def unwritable(error: OSError, place: Path) -> CheckpointError | None:

@@ -19,10 +19,8 @@ from torch import Tensor
 
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.storage import directory
-from fp8kit.checkpoint.storage.directory import check_destination as check_destination
-from fp8kit.checkpoint.storage.layout import MAX_SHARD_BYTES as MAX_SHARD_BYTES
-from fp8kit.checkpoint.storage.layout import Layout as Layout
-from fp8kit.checkpoint.storage.layout import Shard, plan_shards
+from fp8kit.checkpoint.storage.directory import check_destination
+from fp8kit.checkpoint.storage.layout import MAX_SHARD_BYTES, Layout, Shard, plan_shards
 from fp8kit.errors import CheckpointError, as_path
 from fp8kit.runtime.atomic_files import held
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.storage import directory
-from fp8kit.checkpoint.storage.reader import Checkpoint, read_json
+from fp8kit.checkpoint.storage.headers import read_json
+from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.checkpoint.storage.refusals import check_name
 from fp8kit.errors import CheckpointError
 from fp8kit.runtime.atomic_files import locked

@@ -6,21 +6,23 @@ where Transformers knows it, else from names and shapes (``facts_by_name``).
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from fp8kit.checkpoint.dialects import JsonObject, text_part
 from fp8kit.checkpoint.exporting import AS_CONV1D
 from fp8kit.checkpoint.schema import targets
 from fp8kit.checkpoint.schema.naming import dense_stacks, experts_of
+from fp8kit.checkpoint.storage.headers import TensorInfo
 from fp8kit.checkpoint.storage.matrices import Matrix, stack_of, stacked_experts
-from fp8kit.checkpoint.storage.reader import Checkpoint, TensorInfo
+from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.checkpoint.streaming.recipe import Recipe
 from fp8kit.conversion import patterns
 from fp8kit.conversion.report import TIED, Record, Report
 from fp8kit.errors import CheckpointError, ConversionError
-from fp8kit.formats import BLOCK, FLOATS, Scheme, scale_dtype, scale_shape
+from fp8kit.formats import BLOCK, FLOATS, Scheme
+from fp8kit.modules.parameters import empty_tensors, held_bytes
 
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.[^.]+$")
 _EMBEDDING = re.compile(
@@ -118,12 +120,7 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
         stacks, odd = {}, dict.fromkeys(stacks, why) | odd
     layers = {**_experts(checkpoint), **facts.layers}
     layers |= {name: _expert(name) for stack in stacks.values() for name in stack}
-    every = {**layers, **facts.absent}.items()
-    names = [n for disk, known in every for n in dict.fromkeys((disk, *known.names))]
-    stacked = {n: home for n in checkpoint.tensors if (home := stack_of(n))}
-    names += [*stacked, *stacked.values()]
-    for argument, given in (("include", recipe.include), ("exclude", recipe.exclude)):
-        patterns.check_patterns(argument, () if given is None else given, names)
+    _check_patterns(checkpoint, recipe, {**layers, **facts.absent})
     choice = Selection(Report(str(recipe.resolved)))
     choice.report.notes.append(f"Layers were identified by {facts.source}.")
     kept = {n: i for n, i in checkpoint.tensors.items() if n not in facts.repeated}
@@ -148,16 +145,30 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
             if layer in facts.others:
                 _add(choice, layer, Matrix.of(info), recipe.resolved, facts.others[layer])
         choice.copies.append(name)
-    for name, absent in facts.absent.items():
-        excluded = patterns.exclusion([name], recipe.include, recipe.exclude, absent.role)
-        reason = "; ".join(filter(None, (excluded, absent.obstacle))) or "not on disk"
-        choice.report.records.append(Record(name, "Linear", absent.shape, "skip", reason))
+    choice.report.records += _absent(recipe, facts)
     # vLLM runs a model that it has no class for with Transformers' modules, under their names
     modules = (facts.modules[n] for n in choice.ignore if n in facts.modules)
     homes = dense_stacks({n: kept[n].shape for n in choice.copies}, choice.matrices)
     choice.ignore = sorted({*choice.ignore, *modules, *facts.absent, *homes})
     _check(choice, recipe, checkpoint.config)
     return choice
+
+
+def _check_patterns(checkpoint: Checkpoint, recipe: Recipe, layers: dict[str, KnownLayer]) -> None:
+    """Refuse a pattern that matches no layer, stack of experts or module of one."""
+    names = [n for disk, known in layers.items() for n in dict.fromkeys((disk, *known.names))]
+    stacked = {n: home for n in checkpoint.tensors if (home := stack_of(n))}
+    names += [*stacked, *stacked.values()]
+    for argument, given in (("include", recipe.include), ("exclude", recipe.exclude)):
+        patterns.check_patterns(argument, () if given is None else given, names)
+
+
+def _absent(recipe: Recipe, facts: Facts) -> Iterator[Record]:
+    """Report the layers of the model that the files lack."""
+    for name, layer in facts.absent.items():
+        excluded = patterns.exclusion([name], recipe.include, recipe.exclude, layer.role)
+        reason = "; ".join(filter(None, (excluded, layer.obstacle))) or "not on disk"
+        yield Record(name, "Linear", layer.shape, "skip", reason)
 
 
 def _experts(checkpoint: Checkpoint) -> dict[str, KnownLayer]:
@@ -225,8 +236,8 @@ def _add(
     choice: Selection, name: str, matrix: Matrix, scheme: Scheme, reason: str, warning: bool = False
 ) -> None:
     shape, before = (matrix.rows, matrix.cols), matrix.nbytes
-    scales = math.prod(scale_shape(shape, scheme.weight)) * scale_dtype(scheme.weight).itemsize
-    action, after = ("skip", before) if reason else ("convert", math.prod(shape) + scales)
+    held = empty_tensors(shape, scheme, "meta")
+    action, after = ("skip", before) if reason else ("convert", held_bytes(held.values()))
     choice.report.records.append(
         Record(name, "Linear", shape, action, reason, before, after, warning=warning)
     )

@@ -20,7 +20,8 @@ from fp8kit.checkpoint.storage.reader import STEMS, Checkpoint
 from fp8kit.checkpoint.streaming.layer_selection import Selection
 from fp8kit.checkpoint.streaming.recipe import Recipe
 from fp8kit.errors import CheckpointError
-from fp8kit.formats import FLOATS, TENSOR, Scheme, scale_dtype, scale_shape
+from fp8kit.formats import FLOATS, TENSOR, Scheme
+from fp8kit.modules.parameters import empty_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +110,8 @@ def plan_work(checkpoint: Checkpoint, recipe: Recipe, choice: Selection) -> Work
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     items = {}
     for layer, matrix in choice.matrices.items():
-        shape = (matrix.rows, matrix.cols)
-        scales = (scale_dtype(scheme.weight), scale_shape(shape, scheme.weight))
         places = []
-        for kind, (dtype, extent) in (("weight", (scheme.dtype, shape)), ("weight_scale", scales)):
-            empty = torch.empty(extent, dtype=dtype, device="meta")
+        for kind, empty in empty_tensors((matrix.rows, matrix.cols), scheme, "meta").items():
             name, stored = on_disk(named(layer, kind), empty, dialect, scheme)
             layout[name] = (stored.dtype, tuple(stored.shape))
             places.append(name)

@@ -1,1 +1,1 @@
-"""Find, in the source of a model, layers whose weight is read by code that does not call them."""
+"""Find layers whose weight is read by code, or held by an object, that does not call them."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
+from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR
 from fp8kit.matmul.hopper.device import H200, Device, hopper
 from fp8kit.matmul.hopper.heuristics import choose, choose_quantizing
 from fp8kit.matmul.hopper.heuristics import row_counts as row_counts_of_kernels
@@ -92,18 +92,17 @@ def run(
     Operands are e4m3fn codes with float32 scales; ``config`` replaces the heuristics' choice.
     """
     x, x_scale, w, w_scale, bias = operands
-    groups = (problem.x_group, problem.w_group)
     assert x_scale is not None
-    x, w, blocks = aligned(x), aligned(w), groups[1] == BLOCK
+    x, w, blocks = aligned(x), aligned(w), problem.w_group == BLOCK
     with torch.cuda.device(x.device):
-        plan = _plan(x, w, problem, blocks, config)
+        plan = _plan(x, w, problem, config)
         assert plan is not None
         x_map = _code_map(x, plan.config.tokens)
         x_scale = by_column(x_scale) if blocks else x_scale
         scale_map = _scale_map(x_scale, plan.config.tokens) if blocks else x_map
-        stride = 0 if groups[0] == TENSOR else x_scale.stride(0)
+        stride = 0 if problem.x_group == TENSOR else x_scale.stride(0)
         tokens = _Tokens(x_map, scale_map, scale=x_scale, scale_stride=stride)
-        return _launch(plan, x.shape[0], tokens, (w, w_scale), bias, groups, problem)
+        return _launch(plan, x.shape[0], tokens, (w, w_scale), bias, problem)
 
 
 def quantize_in_gemm(
@@ -115,8 +114,7 @@ def quantize_in_gemm(
     ``min_scale`` is the least scale. Returns ``None`` if two kernels are needed.
     """
     x, _, w, w_scale, bias = operands
-    groups = (problem.x_group, problem.w_group)
-    if groups[0] == TENSOR or x.dtype not in _QUANTIZED_DTYPES:
+    if problem.x_group == TENSOR or x.dtype not in _QUANTIZED_DTYPES:
         return None
     if x.shape[0] > IN_GEMM_ROWS or x.stride(1) != 1 or x.data_ptr() % ALIGN:
         return None
@@ -124,13 +122,13 @@ def quantize_in_gemm(
         return None
     w = aligned(w)
     with torch.cuda.device(x.device):
-        plan = _plan(x, w, problem, groups[1] == BLOCK, None)
+        plan = _plan(x, w, problem)
         if plan is None:
             return None
         # the kernel's parameters include maps of codes and of scales, which it does not read here
         w_map = _code_map(w, plan.config.weights)
         tokens = _Tokens(w_map, w_map, dense=x, min_scale=min_scale)
-        return _launch(plan, x.shape[0], tokens, (w, w_scale), bias, groups, problem)
+        return _launch(plan, x.shape[0], tokens, (w, w_scale), bias, problem)
 
 
 @functools.cache
@@ -160,36 +158,26 @@ class _Tokens:
 
 
 def _plan(
-    x: Tensor, w: Tensor, problem: MatmulProblem, block_scales: bool, config: TileConfig | None
+    x: Tensor, w: Tensor, problem: MatmulProblem, config: TileConfig | None = None
 ) -> _Plan | None:
-    shape = (x.shape[0], w.shape[0], w.shape[1])
-    facts = (device_record(x.device.index), block_scales, problem.out_dtype.itemsize)
-    if config is not None:
-        return _make_plan(config, shape, *facts)
-    return _chosen_plan(shape, *facts, x.dtype in _QUANTIZED_DTYPES)
+    shape, blocks = (x.shape[0], w.shape[0], w.shape[1]), problem.w_group == BLOCK
+    facts = (device_record(x.device.index), blocks, problem.out_dtype.itemsize)
+    return _plan_of(shape, *facts, x.dtype in _QUANTIZED_DTYPES, config)
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen_plan(
+def _plan_of(
     shape: tuple[int, int, int],
     device: Device,
     block_scales: bool,
     out_bytes: int,
     quantize: bool,
+    config: TileConfig | None,
 ) -> _Plan | None:
-    config = (choose_quantizing if quantize else choose)(*shape, device, block_scales)
+    if config is None:
+        config = (choose_quantizing if quantize else choose)(*shape, device, block_scales)
     if config is None:
         return None
-    return _make_plan(config, shape, device, block_scales, out_bytes)
-
-
-def _make_plan(
-    config: TileConfig,
-    shape: tuple[int, int, int],
-    device: Device,
-    block_scales: bool,
-    out_bytes: int,
-) -> _Plan:
     m, n, _ = shape
     tma_store = config.uses_tma_store(m, n, device, block_scales, out_bytes)
     return _Plan(config, config.schedule(m, n, device), tma_store)
@@ -201,7 +189,6 @@ def _launch(
     tokens: _Tokens,
     weight: tuple[Tensor, Tensor],
     bias: Tensor | None,
-    groups: tuple[GroupShape | None, GroupShape],
     problem: MatmulProblem,
 ) -> Tensor:
     config, schedule, tma_store = plan
@@ -210,7 +197,7 @@ def _launch(
     bias = None if bias is None else bias.contiguous()
     y = torch.empty(m, n, dtype=problem.out_dtype, device=w.device)
     variant = Variant(
-        groups[1] == BLOCK,
+        problem.w_group == BLOCK,
         m <= config.tokens,
         tma_store,
         problem.out_dtype,
@@ -237,7 +224,7 @@ def _launch(
             ctypes.c_int(n),
             ctypes.c_int(k),
             ctypes.c_int(tokens.scale_stride),
-            ctypes.c_int(0 if groups[1] == TENSOR else 1),
+            ctypes.c_int(0 if problem.w_group == TENSOR else 1),
             ctypes.c_int(schedule.band),
             ctypes.c_uint(schedule.band_inverse),
             ctypes.c_int(schedule.full_waves),
