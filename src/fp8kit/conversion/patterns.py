@@ -24,7 +24,8 @@ _PROTECTED = (
     (
         # numbered blocks below such a name are no head
         r"(\w+_)?(lm_heads?|audio_heads|class_head|classifier)(?!\.\w*[a-z]\w*\.\d+\.\w)|to_logits|"
-        r"(mlp|linear|logits?)_head|output_head|output_projection|logits_dense|score|"
+        r"(mlp|linear|logits?)_head|output_head|output_projection(_point|_quantiles)?|"
+        r"logits_dense|score|"
         r"embed_out|lm_loss|qa_outputs|cls_score|class_embed|bbox_pred|aux_head|aux\d|AuxLogits|"
         r"predictions\.decoder|pred_layer\.proj|heads?\.(head|fc|linear)|joint\.head|"
         r"downstream_head\d",
@@ -38,8 +39,12 @@ _PROTECTED = (
     ),
     (r"(text|visual|vision|image|audio)_projection", "output projection"),
     (
-        r"(\w+_)?embed_tokens\w*|word_embeddings|(\w+_)?patch_(to_)?(embed|proj)\w*|pos_embed\w*|"
-        r"label_emb|(\w+_)?x_embedders?|(img|txt|cond)_in|caption_projection|(\w+_)?text_embeddings?|"
+        r"(\w+_)?embed_tokens\w*|word_embeddings|pos_embed\w*|label_emb|"
+        # numbered blocks below such a name are a model of their own
+        r"(\w+_)?patch_(to_)?(embed|proj)\w*(?!\.\w*[a-z]\w*\.\d+\.\w)|"
+        # what engines look up as a table
+        r"(embed(_positions)?|((word|token|tok|position|token_type)_)?embeddings?|wte|wpe)$|"
+        r"(\w+_)?x_embedders?|(img|txt|cond)_in|caption_projection|(\w+_)?text_embeddings?|"
         r"(context|condition|caption|cap|label|class|speaker|genre)_embedder|context_embed",
         "embedding",
     ),
