@@ -26,7 +26,8 @@ _PROTECTED = (
         r"(\w+_)?(lm_heads?|audio_heads|class_head|classifier)(?!\.\w*[a-z]\w*\.\d+\.\w)|to_logits|"
         r"(mlp|linear|logits?)_head|output_head|output_projection(_point|_quantiles)?|"
         r"logits_dense|score|"
-        r"embed_out|lm_loss|qa_outputs|cls_score|class_embed|bbox_pred|aux_head|aux\d|AuxLogits|"
+        r"embed_out|lm_loss|qa_outputs|cls_score|(\w+_)?(class_embed|score_head)|cls_branches|"
+        r"bbox_pred|aux_head|aux\d|AuxLogits|"
         r"predictions\.decoder|pred_layer\.proj|heads?\.(head|fc|linear)|joint\.head|"
         r"downstream_head\d",
         "output head",
