@@ -283,6 +283,17 @@ def test_heads_and_modulations_of_ones_own_code_by_structure() -> None:
     assert layer_roles(nn.ModuleDict(parts)) == {}
 
 
+class Plain(nn.Linear):
+    """As libraries have their own, that initializes itself in another way."""
+
+
+def test_a_modulation_may_be_a_subclass_of_a_linear_layer() -> None:
+    model = nn.ModuleDict(
+        {"time": nn.Sequential(nn.SiLU(), Plain(128, 256)), "up": Plain(128, 256)}
+    )
+    assert layer_roles(model) == {"time.1": "modulation"}
+
+
 @pytest.mark.parametrize(
     ("kind", "role"),
     [
