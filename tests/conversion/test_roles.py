@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fp8kit
+from fp8kit.checkpoint.schema.targets import is_embedding
 from fp8kit.conversion.patterns import roles_by_name
 from fp8kit.conversion.roles import layer_roles
 
@@ -157,6 +158,11 @@ def test_a_model_of_ones_own_is_judged_by_name_alone() -> None:
         "modulations",
         "supervisual.q",
         "classifier.blocks.0.attn.qkv",
+        "aggregator.patch_embed.blocks.0.attn.qkv",
+        "layers.0.attn.output_projection",
+        "layers.0.attn.output_projection.o_proj",
+        "embed.0",
+        "embeddings.layers.0.q_proj",
         "attention.output.dense",
         "blocks.0.out_layer",
         "layers.0.time_mix.key",
@@ -184,6 +190,14 @@ def test_names_are_compared_by_whole_components(name: str) -> None:
         ("to_logits.1", "output head"),
         ("vit.mlp_head", "output head"),
         ("patch_to_embedding.1", "embedding"),
+        ("patch_embed.proj.0", "embedding"),
+        ("patch_embeds.0.fc1", "embedding"),
+        ("decoder.output_projection.0", "output head"),
+        ("output_projection_quantiles.hidden_layer", "output head"),
+        ("input_embed.proj", "embedding"),
+        ("transformer.enc_out_class_embed.0", "output head"),
+        ("decoder.dec_score_head.0", "output head"),
+        ("bbox_head.cls_branches.0", "output head"),
         ("blocks.0.emb_layers.1", "modulation"),
         ("down.0.block.0.temb_proj", "time embedding"),
         ("to_time_cond.0", "time embedding"),
@@ -220,6 +234,12 @@ def test_names_are_compared_by_whole_components(name: str) -> None:
 )
 def test_roles_by_name(name: str, role: str) -> None:
     assert roles_by_name([name, "layers.0.up_proj"]) == {name: role}
+
+
+@pytest.mark.parametrize("name", ["embed", "model.embedding", "tok_embeddings", "h.wte", "wpe"])
+def test_what_engines_take_for_a_table_converts_only_when_asked(name: str) -> None:
+    assert is_embedding(name)
+    assert roles_by_name([name, "layers.0.up_proj"]) == {name: "embedding"}
 
 
 @pytest.mark.parametrize("other", ["up", "fc1", "value", "v_proj", "to_v", "wv", "qkv"])
@@ -261,6 +281,17 @@ def test_heads_and_modulations_of_ones_own_code_by_structure() -> None:
     assert layer_roles(tied) == found
     parts = {"position_embedding": nn.Embedding(256, 128), "fc1": nn.Linear(128, 256)}
     assert layer_roles(nn.ModuleDict(parts)) == {}
+
+
+class Plain(nn.Linear):
+    """As libraries have their own, that initializes itself in another way."""
+
+
+def test_a_modulation_may_be_a_subclass_of_a_linear_layer() -> None:
+    model = nn.ModuleDict(
+        {"time": nn.Sequential(nn.SiLU(), Plain(128, 256)), "up": Plain(128, 256)}
+    )
+    assert layer_roles(model) == {"time.1": "modulation"}
 
 
 @pytest.mark.parametrize(

@@ -366,6 +366,25 @@ def test_operators_that_know_scales_take_it() -> None:
     assert_bits_equal(fp8kit.dequantize(q), layer.to_linear().weight.detach())
 
 
+def test_a_scaled_product_needs_the_scales_of_the_layer() -> None:
+    """Model code that casts weights to FP8 itself multiplies any FP8 weight with a scale of one."""
+    layer, one = model_of()["proj"], torch.ones(1)
+    x = fp8kit.quantize(torch.randn(2, SIZE), fp8kit.TENSOR)
+    bias = torch.zeros(SIZE, dtype=torch.bfloat16)
+
+    def product(scale_a: Tensor, scale_b: Tensor) -> Tensor:
+        codes = copy.deepcopy(layer.weight).t()
+        scales = {"scale_a": scale_a, "scale_b": scale_b}
+        return torch._scaled_mm(x.data, codes, bias=bias, out_dtype=torch.bfloat16, **scales)
+
+    with pytest.raises(UnsupportedError, match="'_scaled_mm' " + TAUGHT):
+        product(x.scale, one)
+    per_row = x.scale.expand(2, 1).contiguous()
+    expected = fp8kit.dequantize(x) @ layer.to_linear().weight.t()
+    made = product(per_row, layer.weight_scale.t())
+    assert torch.allclose(made.float(), expected, rtol=2**-8, atol=1e-3)
+
+
 @torch.library.custom_op("fp8kit_tests::halves", mutates_args=())
 def halves(w: Tensor) -> list[Tensor]:
     return [part.clone() for part in w.chunk(2)]

@@ -24,8 +24,9 @@ _PROTECTED = (
     (
         # numbered blocks below such a name are no head
         r"(\w+_)?(lm_heads?|audio_heads|class_head|classifier)(?!\.\w*[a-z]\w*\.\d+\.\w)|to_logits|"
-        r"(mlp|linear|logits?)_head|output_head|output_projection|logits_dense|score|"
-        r"embed_out|lm_loss|qa_outputs|cls_score|class_embed|bbox_pred|aux_head|aux\d|AuxLogits|"
+        r"(mlp|linear|logits?)_head|output_head|logits_dense|score|"
+        r"embed_out|lm_loss|qa_outputs|cls_score|(\w+_)?class_embed|(enc|dec)_score_head|cls_branches|"
+        r"bbox_pred|aux_head|aux\d|AuxLogits|"
         r"predictions\.decoder|pred_layer\.proj|heads?\.(head|fc|linear)|joint\.head|"
         r"downstream_head\d",
         "output head",
@@ -38,9 +39,14 @@ _PROTECTED = (
     ),
     (r"(text|visual|vision|image|audio)_projection", "output projection"),
     (
-        r"(\w+_)?embed_tokens\w*|word_embeddings|(\w+_)?patch_(to_)?(embed|proj)\w*|pos_embed\w*|"
-        r"label_emb|(\w+_)?x_embedders?|(img|txt|cond)_in|caption_projection|(\w+_)?text_embeddings?|"
-        r"(context|condition|caption|cap|label|class|speaker|genre)_embedder|context_embed",
+        r"(\w+_)?embed_tokens\w*|word_embeddings|pos_embed\w*|label_emb|"
+        # numbered blocks below such a name are a model of their own
+        r"(\w+_)?patch_(to_)?(embed|proj)\w*(?!\.\w*[a-z]\w*\.\d+\.\w)|"
+        # what engines look up as a table
+        r"(embed(_positions)?|((word|token|tok|position|token_type)_)?embeddings?|wte|wpe)$|"
+        r"(\w+_)?x_embedders?|(img|txt|cond)_in|caption_projection|(\w+_)?text_embeddings?|"
+        r"(context|condition|caption|cap|label|class|speaker|genre)_embedder|context_embed|"
+        r"input_embed(ding)?",
         "embedding",
     ),
     (
@@ -76,6 +82,11 @@ _PROTECTED = (
 DEFAULT_EXCLUDE: tuple[tuple[str, str], ...] = (
     *((f"re:(.*\\.)?({words})(\\.|$)", role) for words, role in _PROTECTED),
     ("re:proj_in$", "embedding"),
+    # in numbered blocks, attention ends in a layer of this name
+    (
+        r"re:(?!.*\.\d+\..*output_projection)(.*\.)?output_projection(_point|_quantiles)?(\.|$)",
+        "output head",
+    ),
     (
         "re:((_orig_mod|module|model)\\.)*(proj_out(_\\d+)?|(all_)?final_layer.*|final_linear|"
         "out_layer(\\..*)?|proj_to_clip_embeddings|head|output|_heads\\..*)$",

@@ -87,9 +87,9 @@ def _conditioned(module: nn.Module) -> Iterator[str]:
     if _CONDITIONED.search(type(module).__name__):  # it may hold a whole block, too
         yield from (name for name, child in module.named_children() if is_linear(child))
     parts = module.named_children() if type(module) is nn.Sequential else ()
-    kinds = {n: type(m) for n, m in parts if type(m).__name__ not in ("Unflatten", "Rearrange")}
-    if [*kinds.values()] in ([nn.SiLU, nn.Linear], [nn.Mish, nn.Linear]):
-        yield [*kinds][-1]
+    steps = [(n, m) for n, m in parts if type(m).__name__ not in ("Unflatten", "Rearrange")]
+    if [type(m) in (nn.SiLU, nn.Mish) for _, m in steps] == [True, False]:
+        yield from (name for name, step in steps if isinstance(step, nn.Linear))
 
 
 def _words_as_outputs(model: nn.Module, linears: Mapping[str, nn.Module]) -> list[str]:

@@ -26,7 +26,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,14 @@ _IN_PLACE = frozenset(
     zero_
     """.split()
 )
+
+
+class _Owner(NamedTuple):
+    """The layer of codes: its name in errors, and how many scales it has for them."""
+
+    name: str
+    scales: int = 1
+
 
 _views: weakref.WeakValueDictionary[int, GuardedCodes] = weakref.WeakValueDictionary()
 
@@ -134,7 +142,11 @@ class GuardedCodes(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Copy what is guarded, with its guard."""
         copied, owner = copy.deepcopy(unguarded(self), memo), self.__dict__["_owner"]
-        return guarded(copied, owner) if self._is_param else _guarded(copied, {}, owner)
+        if not self._is_param:
+            return _guarded(copied, {}, owner)
+        made = guarded(copied, owner.name)
+        made.__dict__["_owner"] = owner
+        return made
 
     def __hash__(self) -> int:
         """Tell objects apart, as tensors do."""
@@ -160,7 +172,9 @@ class GuardedCodes(Tensor):
         lone = taught and library != "fp8kit" and len(codes) == len(given)
         out = any(isinstance(t, GuardedCodes) for t in _tensors(kwargs.get("out")))
         text = name == "__format__" and not args[0].dim()
-        if name in _NUMBERS or out or text or (not taught and _spoils(name, given)):
+        lacking = "scaled" in name and _lacks_scales(codes, args, kwargs)
+        spoilt = lacking or (not taught and _spoils(name, given))
+        if name in _NUMBERS or out or text or spoilt:
             raise _refused(name, codes)
         with torch._C.DisableTorchFunctionSubclass():
             try:
@@ -197,7 +211,9 @@ def guarded(
         if type(detached) is not Tensor:  # under a tracing mode: return the plain Parameter
             return parameter
         made = detached.as_subclass(GuardedCodes)
-    made.__dict__.update(_codes=parameter, _owner=owner)
+    scale = None if module is None else module._parameters.get(f"{name}_scale")
+    scales = 1 if scale is None else scale.numel()
+    made.__dict__.update(_codes=parameter, _owner=_Owner(owner, scales))
     if module is not None:
         made.__dict__["_place"] = weakref.ref(module), name
     _views[id(parameter)] = made
@@ -242,10 +258,10 @@ def unguarded_for(parameter: Tensor | None, layer: Callable[[], str]) -> Any:
     Warns if it has the codes of another layer, which mean nothing under this layer's scales.
     """
     owner = vars(parameter).get("_owner") if isinstance(parameter, GuardedCodes) else None
-    if owner is not None and owner != layer():
+    if owner is not None and owner.name != layer():
         warnings.warn(
-            f"The weight of {layer()} is now codes of {owner}, without their scales. Assign its "
-            "weight_scale too; or share the whole layer, as in `model.a = model.b`.",
+            f"The weight of {layer()} is now codes of {owner.name}, without their scales. Assign "
+            "its weight_scale too; or share the whole layer, as in `model.a = model.b`.",
             stacklevel=5,
         )
     return unguarded(parameter)
@@ -279,6 +295,13 @@ def _spoils(name: str, given: Sequence[Tensor]) -> bool:
     return False
 
 
+def _lacks_scales(codes: Sequence[GuardedCodes], args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether a scaled product gets single numbers only, for codes with many scales."""
+    given = _tensors((args, {k: v for k, v in kwargs.items() if k != "bias"}))
+    single = all(t.numel() == 1 for t in given if t.dtype not in FP8_FORMATS)
+    return single and _owner(codes).scales > 1
+
+
 def _reads_nothing(name: str, made: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
     """Return whether an operation's results are codes, bytes, or free of the codes' values."""
     if name in _MADE | _IN_PLACE or all(t.is_meta for t in given):
@@ -298,8 +321,8 @@ def _library(func: Any) -> str:
     return str(getattr(packet, "_qualified_op_name", "aten::")).partition("::")[0]
 
 
-def _owner(codes: Sequence[GuardedCodes]) -> str:
-    return next((t.__dict__["_owner"] for t in codes if "_owner" in t.__dict__), "")
+def _owner(codes: Sequence[GuardedCodes]) -> _Owner:
+    return next((t.__dict__["_owner"] for t in codes if "_owner" in t.__dict__), _Owner(""))
 
 
 def _refused(name: str, codes: Sequence[GuardedCodes]) -> UnsupportedError:
@@ -309,7 +332,7 @@ def _refused(name: str, codes: Sequence[GuardedCodes]) -> UnsupportedError:
         if module and not (hasattr(type(module), place) or hasattr(module, place)):
             module._parameters[place] = own["_codes"]  # torch's old weight_norm deletes it first
     return UnsupportedError(
-        f"Code applies {name!r} to the weight of {_owner(codes) or 'an Fp8Linear'}.",
+        f"Code applies {name!r} to the weight of {_owner(codes).name or 'an Fp8Linear'}.",
         "That weight is FP8 codes, which are no numbers without their scales.",
         "Call the layer instead; or compute with layer.to_linear().weight, or with "
         "fp8kit.dequantize(layer.quantized_weight()), of experts with "
@@ -318,7 +341,7 @@ def _refused(name: str, codes: Sequence[GuardedCodes]) -> UnsupportedError:
     )
 
 
-def _guarded(result: Any, originals: dict[int, Any], owner: str) -> Any:
+def _guarded(result: Any, originals: dict[int, Any], owner: _Owner) -> Any:
     if isinstance(result, Tensor):
         if id(result) in originals:
             return originals[id(result)]

@@ -759,6 +759,34 @@ def test_code_without_source_is_judged_by_its_names() -> None:
     assert len(reads) >= 2  # names cannot tell proj from other
 
 
+class Casting(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, cast(self.weight, x.dtype), self.bias)
+
+
+def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight if weight.dtype == dtype else weight.to(dtype)
+
+
+class GivesModules(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, SIZE)
+        self.key, self.value = Casting(SIZE, SIZE), Casting(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for known in (x.to(self.table.weight.dtype), self.table, self.value):
+            x = self.key(known) if isinstance(known, Tensor) else x
+        return self.value(F.linear(x, self.value.weight)) if self.training else self.value(x)
+
+
+def test_the_own_forward_of_a_linear_layer_may_read_its_weight() -> None:
+    model = GivesModules()
+    read = weight_reads(model)
+    assert read[model.value] == f"GivesModules.forward {READS}"
+    assert model.key not in read
+
+
 def test_a_forward_on_the_instance_is_read() -> None:
     model = Child()
     model.forward = lambda x: weighed(model.proj, x)  # type: ignore[method-assign]

@@ -204,7 +204,7 @@ class Reader:
         self.running = True
         self.inside: list[Any] = []
         self.walked = Counter[ast.AST]()
-        self.own: frozenset[nn.Module] = frozenset()  # experts that may read their own stacks
+        self.own: frozenset[nn.Module] = frozenset()  # may read their own weights
         self.stored: dict[tuple[int, str], Values] = {}  # modules in attributes that methods assign
         self._words = _WORDS.union(*map(stacks, model.modules()))
         self._results: dict[Any, Values] = {}
@@ -292,9 +292,10 @@ class Reader:
             return ()
         held, owners = self.own, args[0] if args else ()
         if function.__name__ == "forward":
-            self.own |= {m for m in owners if isinstance(m, nn.Module) and stacks(m)}
+            modules = (m for m in owners if isinstance(m, nn.Module))
+            self.own |= {m for m in modules if isinstance(m, nn.Linear) or stacks(m)}
         given = [(n, frozenset(map(identity, v))) for n, v in sorted(bound.items())]
-        key = (function, bool(self.own), self.running, *given)
+        key = (function, self.own, self.running, *given)
         if key not in self._results:
             self._results[key] = ()
             self._alive += [v for values in bound.values() for v in values]
