@@ -95,6 +95,13 @@ def test_what_a_model_keeps_in_float32_is_skipped_by_name() -> None:
     assert reasons(inside) == {f"text.{WO}": "the model keeps it in float32"}
 
 
+@pytest.mark.parametrize("kept", ["out", ["out"]])
+def test_one_name_of_what_is_kept_needs_no_list(kept: Any) -> None:
+    model = nn.ModuleDict({"out": nn.Linear(256, 256), "o": nn.Linear(256, 256)})
+    model._keep_in_fp32_modules = kept
+    assert reasons(fp8kit.plan(model).report) == {"out": "the model keeps it in float32"}
+
+
 def test_a_part_of_such_a_model_is_known_by_its_code() -> None:
     block = t5("UMT5").encoder.block[0]
     x = torch.randn(2, 16, 128).bfloat16()

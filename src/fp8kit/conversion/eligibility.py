@@ -237,11 +237,11 @@ def _runs_forward_of(kind: type, cls: type) -> bool:
 
 def _kept_in_float32(model: nn.Module) -> set[re.Pattern[str]]:
     """Return patterns for names of parameters that modules of a model list to stay in float32."""
+    held = ((n, getattr(m, kept, None) or ()) for n, m in model.named_modules() for kept in _KEPT)
     return {
         re.compile(rf"{re.escape(f'{name}.' if name else '')}(.*\.)?{re.escape(part)}(\.|$)")
-        for name, module in model.named_modules()
-        for attribute in _KEPT
-        for part in getattr(module, attribute, None) or ()
+        for name, parts in held
+        for part in ((parts,) if isinstance(parts, str) else parts)  # diffusers takes both
     }
 
 

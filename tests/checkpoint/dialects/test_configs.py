@@ -82,6 +82,18 @@ def test_inputs_that_are_rotated_at_run_time_are_refused(key: str, config: Any) 
         read({**base, key: config})
 
 
+ROTATED = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"location": "input"}]}}}
+
+
+@pytest.mark.parametrize(
+    "config", [FP8, FP8 | {"weight_block_size": [1, 32]}, MODELOPT | {"quant_algo": "FP8"}]
+)
+def test_a_rotation_counts_in_the_config_of_any_method(config: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"has transform_config = .* is not computed"):
+        read(config | {"transform_config": ROTATED})
+    assert read(config | {"transform_config": {}}) == read(config)
+
+
 def test_weights_that_quark_quantized_twice_are_refused() -> None:
     twice = [{"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, {"dtype": "int4"}]
     with pytest.raises(CheckpointError, match=r"weight = \[.*int4.*not several\. .*not read"):
@@ -237,6 +249,8 @@ def test_mistral_may_hold_a_config_of_compressed_tensors(key: str) -> None:
     said = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
     found = read({}, documents={"params.json": {key: said | {"ignore": ["output"]}}})
     assert found == ("mistral", Format(ROW, weight_only=True))
+    with pytest.raises(CheckpointError, match="is not computed"):
+        read({}, documents={"params.json": {key: said | {"transform_config": ROTATED}}})
 
 
 def test_mistral_is_told_by_its_tensors() -> None:

@@ -62,6 +62,14 @@ def test_plain_casts_are_told_from_codes_without_scales(kinds: dict[str, Kind]) 
     assert "cast every tensor of a plain cast to bfloat16, save that, and quantize it." in text
 
 
+def test_scales_of_another_name_are_no_plain_casts() -> None:
+    scales: dict[str, Kind] = {"a__weights_scaling_factor": (F32, (1,))}
+    text = problem(read(None, a__weight=W, b__scaling=(F32, (1,)), **scales))
+    assert text.startswith("a.weight is torch.float8_e4m3fn and has a.weights_scaling_factor")
+    assert "TensorRT-LLM" in text
+    assert "plain cast" not in text
+
+
 @pytest.mark.parametrize("quantization", [None, STATIC, {"quant_method": "modelopt"}])
 def test_a_layer_whose_input_is_scaled_before_it_is_quantized(quantization: Any) -> None:
     algorithm = {"quant_algo": "FP8"} if quantization and "modelopt" in str(quantization) else {}

@@ -83,6 +83,7 @@ def detect(source: Source) -> Dialect | None:
             "Its weights lie as [K, N], and those that are read as [N, K].",
             "Save the model with its format='vllm', which turns them.",
         )
+    base.check_transforms(found)
     rotated = [key for key in ("rotation_config", "spinquant_config") if found.get(key)]
     algorithms = found.get("algo_config") or ()
     for algorithm in algorithms if isinstance(algorithms, list) else ():

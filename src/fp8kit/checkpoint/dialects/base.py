@@ -171,6 +171,29 @@ def rotated_inputs(where: str) -> CheckpointError:
     )
 
 
+def check_transforms(found: JsonObject) -> None:
+    """Refuse rotations in a quantization config, but for those that are part of the weights.
+
+    compressed-tensors describes them so, and AngelSlim in the configs of other methods too.
+    """
+    transforms = objects(found, "transform_config")
+    places = _places_of_rotations(transforms)
+    of_weights = [place in ("weight_input", "weight_output") for place in places]
+    if transforms and not (of_weights and all(of_weights)):
+        wanted = "absent, or applied to weights alone: a rotation of inputs is not computed"
+        raise invalid("transform_config", transforms, wanted)
+
+
+def _places_of_rotations(transforms: JsonObject) -> list[object]:
+    """List the place of each rotation; ``None`` for each that the config does not tell."""
+    found: list[object] = []
+    for group in objects(transforms, "config_groups").values():
+        uses = group.get("apply") if isinstance(group, dict) else None
+        uses = uses if isinstance(uses, list) else [None]
+        found += [use.get("location") if isinstance(use, dict) else None for use in uses]
+    return found
+
+
 def left_dense(spec: Spec) -> JsonObject:
     """List the layers in high precision under the keys that vLLM and Transformers read."""
     left = sorted(listed(spec.ignore))

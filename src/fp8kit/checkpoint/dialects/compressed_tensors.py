@@ -70,12 +70,6 @@ def _parse(source: Source) -> Announcement:
     sparsity = base.objects(found, "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
         raise base.invalid("sparsity_config", sparsity, "absent or dense")
-    transforms = base.objects(found, "transform_config")
-    places = _places_of_rotations(transforms)
-    of_weights = [place in ("weight_input", "weight_output") for place in places]
-    if transforms and not (of_weights and all(of_weights)):
-        wanted = "absent, or applied to weights alone: a rotation of inputs is not computed"
-        raise base.invalid("transform_config", transforms, wanted)
     cache = "The config quantizes the KV cache; only fp8kit.Fp8Cache uses its scales."
     quantized = "The config quantizes attention; its scales are not used."
     said = {cache: groups and found.get("kv_cache_scheme"), quantized: attention}
@@ -110,16 +104,6 @@ def _is_attention(name: str, group: Any) -> bool:
         and not group.get("weights")
         and all(target.endswith("Attention") or "attn" in target for target in targets)
     )
-
-
-def _places_of_rotations(transforms: JsonObject) -> list[object]:
-    """List the place of each rotation; ``None`` for each that the config does not tell."""
-    found: list[object] = []
-    for group in base.objects(transforms, "config_groups").values():
-        uses = group.get("apply") if isinstance(group, dict) else None
-        uses = uses if isinstance(uses, list) else [None]
-        found += [use.get("location") if isinstance(use, dict) else None for use in uses]
-    return found
 
 
 def _names_of(layer: str, config: JsonObject) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ def _parse(source: Source) -> Announcement:
     found = _said(source) or {}
     unread = ("Layers have Mistral's own names; rows of wq and wk are in Mistral's order.",)
     if "config_groups" in found:
+        base.check_transforms(found)
         theirs = COMPRESSED_TENSORS.parse(replace(source, config={"quantization_config": found}))
         return replace(theirs, unread=(*theirs.unread, *unread))
     if found.get("qformat_weight", "fp8_e4m3") != "fp8_e4m3":

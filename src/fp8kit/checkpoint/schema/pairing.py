@@ -78,7 +78,7 @@ def interpret(source: Source) -> Reading:
     found = Reading(dialect, tensors={n: n for n in names.plain})
     if dialect.name == "bare" and not any(parts.scales for parts in names.layers.values()):
         coded = [*(parts.weight for parts in names.layers.values()), *names.stray]
-        found.problems.append(_plain_casts(next(filter(None, coded))))
+        found.problems.append(_unscaled(next(filter(None, coded)), source.kinds))
         return found
     for name in names.stray:
         found.problems.append(_stray(name, source.kinds))
@@ -208,7 +208,16 @@ def _add_layer(
         found.layers[name] = _layer(found, name, parts, source, announced, not problems)
 
 
-def _plain_casts(weight: str) -> str:
+def _unscaled(weight: str, kinds: Kinds) -> str:
+    layer = weight.removesuffix("weight")
+    beside = [n for n in kinds if n.startswith(layer) and "scal" in n.removeprefix(layer)]
+    if beside and layer.endswith("."):
+        return teach(
+            f"{weight} is {kinds[weight][0]} and has {some_of(beside)} beside it.",
+            "Scales are read under the names that docs/checkpoints.md lists; the checkpoints of "
+            "TensorRT-LLM are not read.",
+            "Start from the checkpoint that it was made of.",
+        )
     return teach(
         f"None of the FP8 tensors, such as {weight}, has a scale (X.weight_scale).",
         "FP8 weights are codes with scales. If these are numbers that were cast, as in "
