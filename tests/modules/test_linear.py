@@ -675,6 +675,7 @@ def test_compiled_code_may_move_a_layer() -> None:
     model, x = Offloading().eval(), torch.randn(3, 128)
     fp8kit.convert(model, exclude=[])
     expected = model(x)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    whole = torch.__version__ >= (2, 12)  # torch 2.11 moves no layer in a full graph, dense or not
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=whole)
     assert_bits_equal(compiled(x).detach(), expected.detach())
     assert_bits_equal(model(x).detach(), expected.detach())
