@@ -787,6 +787,25 @@ def test_the_own_forward_of_a_linear_layer_may_read_its_weight() -> None:
     assert model.key not in read
 
 
+class OfAnother(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.given = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.cast = Casting(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cast(Casting.forward(self.plain, forward(self.given, x)))  # type: ignore[arg-type]
+
+
+def forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight, layer.bias)
+
+
+def test_a_forward_of_something_else_that_gets_a_layer_reads_it() -> None:
+    model = OfAnother()
+    assert weight_reads(model).keys() == {model.plain, model.given}
+
+
 def test_a_forward_on_the_instance_is_read() -> None:
     model = Child()
     model.forward = lambda x: weighed(model.proj, x)  # type: ignore[method-assign]

@@ -292,8 +292,9 @@ class Reader:
             return ()
         held, owners = self.own, args[0] if args else ()
         if function.__name__ == "forward":
-            modules = (m for m in owners if isinstance(m, nn.Module))
-            self.own |= {m for m in modules if isinstance(m, nn.Linear) or stacks(m)}
+            linear = (m for m in owners if isinstance(m, nn.Linear))
+            self.own |= {m for m in linear if inspect.unwrap(type(m).forward) is function}
+            self.own |= {m for m in owners if isinstance(m, nn.Module) and stacks(m)}
         given = [(n, frozenset(map(identity, v))) for n, v in sorted(bound.items())]
         key = (function, self.own, self.running, *given)
         if key not in self._results:
