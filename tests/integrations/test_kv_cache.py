@@ -30,6 +30,7 @@ from transformers.cache_utils import (  # noqa: E402
 )
 
 from fp8kit.integrations.kv_cache import Fp8Layer, Fp8StaticLayer  # noqa: E402
+from zoo.transformers_sizes import tiny_config  # noqa: E402
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 E4M3 = torch.float8_e4m3fn
@@ -406,6 +407,63 @@ def test_an_encoder_decoder_model_keeps_its_cross_attention(kind: str, static: b
         twin.crop(-1)
         assert twin.get_seq_length() == 7
         assert twin.nbytes == sum(layer.nbytes for layer in twin.layers)
+
+
+def with_images() -> Any:
+    text = tiny_experts.SIZES | {"num_hidden_layers": 3, "cross_attention_layers": [1]}
+    images = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_global_layers": 1, "attention_heads": 2, "image_size": 28, "patch_size": 14,
+        "vision_output_dim": 128, "intermediate_layers_indices": [0], "max_num_tiles": 1,
+        "supported_aspect_ratios": [[1, 1]]}  # fmt: skip
+    config = transformers.MllamaConfig(text_config=text, vision_config=images, image_token_index=9)
+    torch.manual_seed(3)
+    model = transformers.MllamaForConditionalGeneration(config).eval().requires_grad_(False)
+    for name, gate in model.named_parameters():
+        if name.endswith("gate"):  # zeros, which would hide the images
+            gate.fill_(0.7)
+    return model
+
+
+def test_cross_attention_to_images_reads_numbers() -> None:
+    model = with_images()
+    tokens = torch.tensor([[3, 9, 5, 6, 7]])
+    image = {
+        "pixel_values": torch.randn(1, 1, 1, 3, 28, 28),
+        "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long),
+        "aspect_ratio_mask": torch.ones(1, 1, 1, dtype=torch.long),
+    }
+    cache, wanted = fp8kit.Fp8Cache(model), fake_cache(model)
+    wanted.layers[1] = DynamicLayer()
+
+    def steps(cache: Any) -> Tensor:
+        first = model(input_ids=tokens[:, :3], past_key_values=cache, **image).logits
+        rest = [model(input_ids=i, past_key_values=cache).logits for i in tokens[:, 3:].split(1, 1)]
+        return torch.cat([first, *rest], 1)
+
+    first = steps(cache)
+    assert_bits_equal(first, steps(wanted))
+    cache.reset()
+    assert_bits_equal(steps(cache), first)
+    with pytest.raises(UnsupportedError, match="also keeps keys and values of images"):
+        fp8kit.Fp8StaticCache(model, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("DiffusionGemmaForBlockDiffusion", {}),
+        ("DoryForCausalLM", {"recurrent_kv_cache_mode": "last_loop"}),
+    ],
+)
+def test_models_that_read_the_cache_directly_are_refused(name: str, fields: Any) -> None:
+    made = getattr(transformers, name, None)
+    if made is None:
+        pytest.skip(f"this Transformers has no {name}")
+    with torch.device("meta"):
+        model = made(tiny_config(made.config_class.model_type, **fields))
+    for make in (fp8kit.Fp8Cache, lambda model: fp8kit.Fp8StaticCache(model, 8)):
+        with pytest.raises(UnsupportedError, match=f"{name} reads keys and values"):
+            make(model)
 
 
 def test_wrappers_of_a_model_are_looked_into() -> None:

@@ -233,7 +233,7 @@ class Fp8Cache(_Fp8Cache):
     Args:
         model: a Transformers model, also inside PEFT's or torch's wrappers, for its config and the
             scales of its checkpoint. In an encoder-decoder model the decoder's own keys and values
-            become FP8; those of the encoder stay in high precision.
+            become FP8; those of the encoder stay as they are, as do those of images in Mllama.
         scale: ``"token"`` for one scale per token and head, taken from the data; ``"checkpoint"``
             for those that ``fp8kit.load`` found, one per layer (or head) for keys and for values.
 
@@ -241,7 +241,8 @@ class Fp8Cache(_Fp8Cache):
         ValueError: for another ``scale``, or a checkpoint's scale that is not positive and finite.
         TypeError: if ``model`` is no Transformers model.
         CheckpointError: if the checkpoint had no scales for a layer.
-        UnsupportedError: if the model has a kind of cache layer without an FP8 form.
+        UnsupportedError: if the model has a kind of cache layer without an FP8 form, or reads the
+            cache directly.
 
     Example:
         >>> model = fp8kit.load("fp8-dir")
@@ -267,7 +268,7 @@ class Fp8StaticCache(_Fp8Cache):
         ValueError: as for ``Fp8Cache``, or if ``max_cache_len`` is no positive integer.
         TypeError: as for ``Fp8Cache``.
         CheckpointError: as for ``Fp8Cache``.
-        UnsupportedError: as for ``Fp8Cache``.
+        UnsupportedError: as for ``Fp8Cache``, or if the cache also holds images, as Mllama's does.
 
     Example:
         >>> cache = fp8kit.Fp8StaticCache(model, max_cache_len=4096)
@@ -300,11 +301,22 @@ def _layers(
     model: PreTrainedModel, scale: str, classes: dict[str, type[_Fp8Layer]], room: dict[str, int]
 ) -> Iterator[Any]:
     check_choice("scale", scale, _SCALES, "Leave it out for one scale per token and head.")
-    kinds, given = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    config = model.config.get_text_config(decoder=True)
+    _refuse_readers(model, config)
+    crossing = getattr(config, "cross_attention_layers", ())  # of Mllama, to its images
+    if crossing and room:
+        raise UnsupportedError(
+            f"{type(model).__name__} also keeps keys and values of images in its cache.",
+            "A static FP8 cache has one length, that of the text.",
+            "Use fp8kit.Fp8Cache(model).",
+        )
+    kinds, given = get_layer_types_and_kwargs(config)
     given = [given] * len(kinds) if isinstance(given, dict) else given  # one for all in 5.17
     fixed = _scales_of(model) if scale == "checkpoint" else {}
     for index, (kind, kwargs) in enumerate(zip(kinds, given, strict=True)):
-        if kind in _NO_KEYS:
+        if index in crossing:  # read directly, as in an encoder-decoder model
+            yield DynamicLayer(**kwargs)
+        elif kind in _NO_KEYS:
             yield _NO_KEYS[kind](**kwargs)
         elif kind not in classes:
             raise UnsupportedError(
@@ -320,6 +332,17 @@ def _layers(
             )
         else:
             yield classes[kind](fixed.get(index), **room, **kwargs)
+
+
+def _refuse_readers(model: PreTrainedModel, config: Any) -> None:
+    """Raise ``UnsupportedError`` for a model whose self-attention reads the cache directly."""
+    last_loop = getattr(config, "recurrent_kv_cache_mode", None) == "last_loop"  # of Dory
+    if last_loop or config.model_type.startswith("diffusion_gemma"):
+        raise UnsupportedError(
+            f"{type(model).__name__} reads keys and values in the layers of its cache directly.",
+            "An FP8 cache holds codes there, which it would take for numbers.",
+            "Use the cache of Transformers: leave out past_key_values.",
+        )
 
 
 def _scales_of(model: PreTrainedModel) -> dict[int, _Pair]:
