@@ -332,11 +332,13 @@ def expert_calls(device: str) -> Calls:
 def hopper_expert_calls(device: str = "cuda") -> Calls:
     """Return calls of the CUDA kernels of experts: one token, and every configuration of others."""
     calls: Calls = {}
-    sizes = ((3, 256), (90, 256), (90, 640))  # tokens and I; above 512 large tiles do not gather
+    # tokens and I; above 512 large tiles do not gather, above 2048 they have a kernel per product
+    sizes = ((3, 256), (90, 256), (90, 640), (90, 2176))
     configurations = [*itertools.product(sizes, GROUPED_CONFIGS), ((1, 256), None)]
     for pair, ((tokens, inner), config) in itertools.product((PAIRS[0], PAIRS[2]), configurations):
-        if inner > 512 and config is not None and config.copies_rows:
-            continue
+        if config is not None and inner > 512:
+            if config.copies_rows if inner == 640 else config.takes_turns:
+                continue
         with torch.device(device):
             layer = random_layer(pair, sizes=(3, 144, inner), biases=tokens <= 3)
             x, weights = torch.randn(tokens, 144).bfloat16(), torch.rand(tokens, 2)

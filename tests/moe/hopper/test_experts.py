@@ -44,6 +44,9 @@ CASES = {
     # rows of large tiles are copied before the first product, not in it
     "wide": ((ROW, ROW), SWIGLU, (3, 144, 528), BF16, ()),
     "wide, blocks": ((GROUP128, BLOCK), SWIGLU, (3, 128, 640), F16, ("biases",)),
+    # each product of large tiles has a kernel of its own
+    "long": ((ROW, ROW), SWIGLU, (2, 48, 2064), BF16, ()),
+    "long, blocks": ((GROUP128, BLOCK), SWIGLU, (2, 128, 2176), F16, ("biases",)),
 }
 ROUTINGS = ("drawn", "one expert", "foreign", "int32")
 
@@ -225,9 +228,18 @@ def test_layers_that_follow_each_other_read_their_own_routes() -> None:
 
 
 @pytest.mark.gpu
-def test_layers_on_two_streams_do_not_wait_for_each_other() -> None:
-    layer, *given = make("rows", 40)
-    there, x, ids, weights = on_device(layer, "cuda"), *(t.cuda() for t in given)
+@pytest.mark.parametrize(
+    ("sizes", "tokens"),
+    # where blocks fill all SMs, some of one layer wait while those of the other run
+    [((4, 272, 144), 40), ((16, 1024, 1024), 400)],
+    ids=["few pairs", "all SMs"],
+)
+def test_layers_on_two_streams_do_not_wait_for_each_other(
+    sizes: tuple[int, int, int], tokens: int
+) -> None:
+    there = on_device(random_layer((ROW, ROW), sizes=sizes), "cuda")
+    x, weights = torch.randn(tokens, sizes[1]).bfloat16().cuda(), torch.rand(tokens, 3).cuda()
+    ids = torch.randint(-1, sizes[0] + 1, (tokens, 3)).cuda()
     expected = moe.experts(x, there.w13, there.w2, ids, weights, backend="hopper_experts")
     graphs, results, streams = [], [], [torch.cuda.Stream() for _ in range(2)]
     for stream in streams:

@@ -43,7 +43,10 @@ def variants(config: GroupedConfig) -> Iterator[Any]:
     if not config.narrow:
         yield from VARIANTS
         yield from GATHERS
-    yield from IN_ONE_KERNEL if config.one_kernel else ()
+    if config.one_kernel(few_pairs=True, intermediate=16):
+        yield from IN_ONE_KERNEL
+    if config.one_kernel(few_pairs=False, intermediate=16):
+        yield from (each._replace(products=Products.BOTH) for each in (GELU_STATIC, *GATHERS))
 
 
 @pytest.mark.parametrize(

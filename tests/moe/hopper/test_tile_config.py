@@ -38,6 +38,17 @@ def test_more_tokens_of_an_expert_take_larger_tiles() -> None:
     assert sizes == sorted(set(sizes))
 
 
+def test_short_products_are_one_kernel() -> None:
+    for config in CONFIGS:
+        few, short, long = (
+            config.one_kernel(*of) for of in ((True, 768), (False, 768), (False, 4096))
+        )
+        # blocks of few tokens wait for rows of others, so all must be resident: a matter of few pairs
+        assert few == (config.warpgroups == 1)
+        assert short == (48 <= config.tokens <= 128)
+        assert not long
+
+
 def test_tiles_are_wide_around_whole_tiles_of_128() -> None:
     for wide_tiles in range(3):
         wide = {n for n in range(1, 1025) if choose(n, 1, wide_tiles=wide_tiles).tokens == 144}

@@ -16,8 +16,8 @@ constexpr int STAGE_BYTES = W_BYTES + X_STAGE_BYTES + SCALE_STAGE_BYTES;
 // consumers take registers from a warpgroup of producers
 constexpr bool MOVE_REGISTERS = WARPGROUPS == 2 || GATHERS;
 constexpr int PRODUCER_THREADS = MOVE_REGISTERS ? 128 : 64, TOKEN_WARPS = GATHERS ? 3 : 1;  // warps that load tokens
-constexpr int PRODUCER_REGISTERS = GATHERS ? 40 : 24;
-constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? 208 : GATHERS ? 232 : 240;  // no more than producers give
+constexpr int PRODUCER_REGISTERS = GATHERS || (FIRST && SECOND) ? 40 : 24;
+constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? 208 : PRODUCER_REGISTERS > 24 ? 232 : 240;  // no more than producers give
 // tiles of few tokens take the same time, so blocks take them in turn, not from a counter
 constexpr bool TAKES_TURNS = WARPGROUPS == 1;
 // partial sums: with two, one half is promoted while the other is multiplied; with four, two steps are

@@ -3,7 +3,8 @@
 Pairs of a token and an expert are sorted, and tokens are quantized into rows in that order
 (``pairs.cu``; many pairs are sorted by a kernel of their own). One grouped GEMM multiplies them by
 gates and ups, activates and quantizes. A second one multiplies the result by the down weights and
-writes each row to the place of its pair (``grouped_gemm.cu``; for few pairs both are one kernel).
+writes each row to the place of its pair (``grouped_gemm.cu``; both are one kernel where
+products are short).
 The rows of each token are added in their order (``combine.cu``). A single token has two kernels of
 its own (``one_token.py``).
 

@@ -14,18 +14,19 @@
 // previous kernel: where several processes shared a GPU, TMA loads in flight at a change of process raised
 // an illegal instruction (docs/research/performance-log.md, "Weights wait too").
 //
-// With few tokens one kernel runs both products, and the ring continues from one to the other: down weights
-// are loaded while the last rows of the first product are multiplied. A block counts itself in at each tile
-// whose rows it has stored, and the warp that loads these rows waits for the count. All blocks are resident,
-// which a cooperative launch guarantees, and none waits before it has stored its own rows.
+// Where one kernel runs both products, the ring continues from one to the other: down weights are loaded
+// while the last rows of the first product are multiplied. A warpgroup counts itself in at each tile whose
+// rows it has stored, and the warps that load these rows wait for the count. What they wait for is stored by
+// blocks that run: all are resident, by a cooperative launch, or have taken their tiles from the counter
+// earlier.
 //
 // Main loop: as in the dense GEMM, each K step of 128 starts from zero and is promoted to fp32 registers.
 // With SWAP_AB one half is promoted while the other is multiplied; with at most 32 tokens, the MMAs of two
 // steps are in flight. Without, or with 144 tokens, there are registers for only one partial sum, and one
 // warpgroup promotes while the other multiplies.
 //
-// Schedule: see scheduler.cuh. Blocks take tiles of many tokens from a counter. Sums along K are never
-// split, so the bits of a row depend on nothing else.
+// Schedule: see scheduler.cuh. Blocks take tiles of many tokens from a counter, those of the second product
+// behind those of the first. Sums along K are never split, so the bits of a row depend on nothing else.
 //
 // Parts, in the order of compilation: quantizers/encode.cuh, config.cuh, matmul/hopper/barriers.cuh,
 // matmul/hopper/ptx.cuh, matmul/hopper/pipeline.cuh, routes.cuh, tiles.cuh, scheduler.cuh,
@@ -71,11 +72,12 @@ constexpr u64 EVICT_NORMAL = 0x1000000000000000ull, EVICT_LAST = 0x14F0000000000
 // With 48 to 80 tokens in a tile the rows of pairs still fit the L2 until they are added, if weights do not stay.
 constexpr u64 OF_WEIGHTS = TILE_TOKENS > 32 && TILE_TOKENS < 128 ? EVICT_NORMAL : EVICT_LAST;
 
+// `earlier` tiles of the queue are those of the product before. Returns the first tile that is not loaded.
 template <typename Product>
-__device__ __forceinline__ void load_weights(const Operands<Product>& of, TileWalk tile, const Ring& ring,
-                                             int feature_of_block, const TileQueue& queue, Stage<STAGES>& next) {
+__device__ __forceinline__ int load_weights(const Operands<Product>& of, TileWalk tile, const Ring& ring,
+                                            int feature_of_block, const TileQueue& queue,
+                                            int earlier, Stage<TileQueue::SLOTS>& slot, Stage<STAGES>& next) {
   const int steps = of.steps();
-  Stage<TileQueue::SLOTS> slot;
   auto advance = [&](int taken) {
     if (TAKES_TURNS) return tile.next();
     tile.go_to(__shfl_sync(~0u, taken, 0));
@@ -84,7 +86,7 @@ __device__ __forceinline__ void load_weights(const Operands<Product>& of, TileWa
   };
   int taken = 0;
   for (; tile.more(); advance(taken)) {
-    if (!TAKES_TURNS && threadIdx.x % 32 == 0) taken = queue.take();
+    if (!TAKES_TURNS && threadIdx.x % 32 == 0) taken = queue.take() - earlier;
     const int row = tile.expert * of.map_rows + tile.w * Product::TILE_FEATURES + feature_of_block;
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
@@ -106,19 +108,20 @@ __device__ __forceinline__ void load_weights(const Operands<Product>& of, TileWa
       next.advance();
     }
   }
+  return tile.at;
 }
 
-// stored_parts: in how many parts blocks store a tile's rows; 0 if an earlier kernel has stored them.
+// A warp that loads tokens brings every TOKEN_WARPS-th stage, beginning with the `step`-th of the next tile.
+// stored_parts: in how many parts warpgroups store a tile's rows; 0 if an earlier kernel has stored them.
 template <typename Product>
 __device__ __forceinline__ void load_tokens(const Operands<Product>& of, TileWalk tile, const Ring& ring,
                                             const TokenTile* listed, int stored_parts, const TileQueue& queue,
-                                            Stage<STAGES>& next) {
+                                            Stage<TileQueue::SLOTS>& slot, Stage<STAGES>& next, int& step) {
   const int steps = of.steps();
-  Stage<TileQueue::SLOTS> slot;
-  for (; tile.more(); TAKES_TURNS ? tile.next() : tile.go_to(queue.hear(slot))) {
+  for (; tile.more(); TAKES_TURNS ? tile.next() : tile.go_to(queue.hear(slot)), step -= steps) {
     if (stored_parts) await_rows(listed + tile.row / TILE_TOKENS, stored_parts);
 #pragma unroll 1
-    for (int step = 0; step < steps; step++) {
+    for (; step < steps; step += TOKEN_WARPS) {
       barrier_wait(ring.empty[next.index], next.parity ^ 1);
       if (elect_one()) {
         constexpr int CHUNKS = Operands<Product>::CHUNKS;
@@ -133,25 +136,23 @@ __device__ __forceinline__ void load_tokens(const Operands<Product>& of, TileWal
                      tile.row, chunk, ready, EVICT_LAST);
         }
       }
-      next.advance();
+#pragma unroll
+      for (int i = 0; i < TOKEN_WARPS; i++) next.advance();
     }
   }
 }
 
-// Copies the rows of pairs from tokens that are stored once, in the MMA's swizzle. A warp copies every
-// TOKEN_WARPS-th stage, a lane 16 bytes of every fourth row. TMA would take 18 cycles for a row.
+// Copies the rows of pairs from tokens that are stored once, in the MMA's swizzle, a lane 16 bytes of every
+// fourth row. TMA would take 18 cycles for a row.
 template <typename Product>
 __device__ __forceinline__ void gather_tokens(const Operands<Product>& of, TileWalk tile, const Ring& ring,
                                               const uint4* tokens, const int* pair_of_row, int top_k, u32* begins,
-                                              const TileQueue& queue) {
+                                              const TileQueue& queue, Stage<TileQueue::SLOTS>& slot,
+                                              Stage<STAGES>& next, int& step) {
   const int lane = threadIdx.x % 32, row = lane / 8, vector = lane % 8;
   const u32 place = ring.x + row * TILE_K + (vector ^ row) * 16;  // four rows further, bit 6 differs
   constexpr int TOGETHER = TILE_TOKENS % 16 == 0 ? 4 : 2;  // rows of a lane whose places are loaded together
   const int steps = of.steps(), vectors = of.k / 16;
-  Stage<TileQueue::SLOTS> slot;
-  Stage<STAGES> next;
-  int step = threadIdx.x / 32 - (4 * WARPGROUPS + 1);
-  for (int i = 0; i < step; i++) next.advance();
   for (; tile.more(); TAKES_TURNS ? tile.next() : tile.go_to(queue.hear(slot)), step -= steps) {
     __syncwarp();  // the last tile's rows have been copied
     for (int i = lane; i < TILE_TOKENS; i += 32)
@@ -183,20 +184,24 @@ __device__ __forceinline__ void gather_tokens(const Operands<Product>& of, TileW
 }
 
 // Multiplies tiles, and calls stored(tile) after each. `now` is the stage to multiply, `done` the one to promote.
+// Returns the next slot of the queue: by reference, it would cost tiles of 144 tokens one register too many.
 template <typename Product, typename Done>
-__device__ __forceinline__ void multiply_tiles(const Operands<Product>& of, TileWalk tile, const Ring& ring,
-                                               int warpgroup, int feature_of_block, Epilogue<Product>& epilogue,
-                                               const TileQueue& queue, Stage<STAGES>& now, Stage<STAGES>& done,
-                                               Done stored) {
+__device__ __forceinline__ Stage<TileQueue::SLOTS> multiply_tiles(
+    const Operands<Product>& of, TileWalk tile, const Ring& ring, int warpgroup, int feature_of_block,
+    Epilogue<Product>& epilogue, const TileQueue& queue, Stage<TileQueue::SLOTS> slot, Stage<STAGES>& now,
+    Stage<STAGES>& done, Done stored) {
   constexpr int CHUNKS = Operands<Product>::CHUNKS;
   const int lane = threadIdx.x % 32, steps = of.steps(), scale_steps = of.scale_steps();
   const u32 w_tiles_at = descriptor_low(ring.w) + (SWAP_AB ? warpgroup * (64 * TILE_K / 16) : 0);
   const u32 x_tiles_at = descriptor_low(ring.x) + (SWAP_AB ? 0 : warpgroup * (64 * TILE_K / 16));
   float acc[2][ACC], partial[PARTIALS][ACC];
-  Stage<TileQueue::SLOTS> slot;
   // skews warpgroups that do not wait for each other, so that one runs MMAs while another runs its epilogue
-  if (!(SWAP_AB && Product::ACTIVATED) && warpgroup > 0 && steps > STAGES / 2 && tile.more())
-    barrier_wait(ring.full[STAGES / 2], 0);
+  if (!(SWAP_AB && Product::ACTIVATED) && warpgroup > 0 && steps > STAGES / 2 && tile.more()) {
+    Stage<STAGES> later = now;
+#pragma unroll
+    for (int i = 0; i < STAGES / 2; i++) later.advance();
+    barrier_wait(ring.full[later.index], later.parity);
+  }
   for (; tile.more(); TAKES_TURNS ? tile.next() : tile.go_to(queue.hear(slot))) {
     // feature of the warpgroup's first row or column, in the first half
     const int feature = tile.w * Product::TILE_FEATURES + feature_of_block + (SWAP_AB ? warpgroup * 64 : 0);
@@ -208,6 +213,7 @@ __device__ __forceinline__ void multiply_tiles(const Operands<Product>& of, Tile
         now.advance();
         done.advance();
       }
+      stored(tile);
       continue;
     }
 #endif
@@ -319,6 +325,7 @@ __device__ __forceinline__ void multiply_tiles(const Operands<Product>& of, Tile
     epilogue.store(acc, tile, of, feature);
     stored(tile);
   }
+  return slot;
 }
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCKS_PER_SM) grouped_gemm(
@@ -403,10 +410,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
   const TileWalk up_tiles(listed, count, w13_tiles, BAND, cluster, clusters);
 #endif
 #if FIRST && SECOND
-  // In the last round of the first product some clusters have no tile. They load as many bytes of the
-  // down weights instead.
-  const int row_parts = w13_tiles * CLUSTER;
+  const int row_parts = w13_tiles * CLUSTER * WARPGROUPS;
   auto down_tiles = [&] {
+    if (!TAKES_TURNS) return TileWalk(listed, count, w2_tiles, BAND, 0, gridDim.x);  // the queue goes on to them
+    // In the last round of the first product some clusters have no tile. They load as many bytes of the
+    // down weights instead.
     const int busy = up_tiles.total % clusters, rounds = (hidden + w2_k / 2) / w2_k * (2 / SecondProduct::HALVES);
     const int order = ((cluster < busy ? clusters : 0) + cluster - busy) * CLUSTER + rank;
     const int free_blocks = up_tiles.total > clusters && busy ? (clusters - busy) * CLUSTER : 0;
@@ -417,17 +425,36 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
   auto down_tiles = [&] { return TileWalk(listed, count, w2_tiles, BAND, blockIdx.x, gridDim.x); };
 #endif
 
+  Stage<TileQueue::SLOTS> slot;
+  // the first tile of a product, where the queue tells it, too
+  constexpr bool TOLD = FIRST && SECOND && !TAKES_TURNS;
+  auto heard = [&](TileWalk tiles) {
+    if (TOLD) tiles.go_to(queue.hear(slot));
+    return tiles;
+  };
+  auto told_to_others = [&](TileWalk tiles, int first) {
+    if (!TOLD) return tiles;
+    tiles.go_to(__shfl_sync(~0u, first, 0));
+    if (threadIdx.x % 32 == 0) queue.tell(slot, tiles.packed());
+    slot.advance();
+    return tiles;
+  };
   if (producer) {
     Stage<STAGES> next;
     if (loads_weights) {
+      [[maybe_unused]] int first = 0, earlier = 0;
 #if FIRST
-      load_weights(up, up_tiles, ring, rank * HALF_ROWS, queue, next);
+      if (TOLD && threadIdx.x % 32 == 0) first = queue.take();
+      first = load_weights(up, told_to_others(up_tiles, first), ring, rank * HALF_ROWS, queue, 0, slot, next);
+      earlier = up_tiles.total;
 #endif
 #if SECOND
-      load_weights(down, down_tiles(), ring, 0, queue, next);
+      load_weights(down, told_to_others(down_tiles(), first - earlier), ring, 0, queue, earlier, slot, next);
 #endif
       return;
     }
+    int step = warp - (4 * WARPGROUPS + 1);
+    for (int i = 0; i < step; i++) next.advance();
     // With one tile per block, the next kernel would find room on the SMs while this one still loads, and
     // delay it.
     auto launch_dependents = [] { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); };
@@ -435,15 +462,15 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
     if (!SECOND && up_tiles.total > up_tiles.stride) launch_dependents();
 #if GATHERS
     __shared__ u32 begins[TOKEN_WARPS][TILE_TOKENS];
-    gather_tokens(up, up_tiles, ring, tokens, gathered_pairs, top_k, begins[warp - 4 * WARPGROUPS - 1], queue);
+    gather_tokens(up, heard(up_tiles), ring, tokens, gathered_pairs, top_k, begins[step], queue, slot, next, step);
 #else
-    load_tokens(up, up_tiles, ring, tiles, 0, queue, next);
+    load_tokens(up, heard(up_tiles), ring, tiles, 0, queue, slot, next, step);
 #endif
 #endif
 #if SECOND
-    const TileWalk walk = down_tiles();
+    const TileWalk walk = heard(down_tiles());
     if (FIRST || walk.total > walk.stride) launch_dependents();
-    load_tokens(down, walk, ring, tiles, row_parts, queue, next);
+    load_tokens(down, walk, ring, tiles, row_parts, queue, slot, next, step);
 #endif
     launch_dependents();
     return;
@@ -457,12 +484,15 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
   Stage<STAGES> now, done;
 #if FIRST
   auto up_epilogue = Epilogue<FirstProduct>::make(facts, buffer, shared(&maxima_received), rank);
-  multiply_tiles(up, up_tiles, ring, warpgroup, rank * HALF_ROWS, up_epilogue, queue, now, done, [&](const TileWalk& tile) {
-    if (SECOND) count_stored(tiles + tile.row / TILE_TOKENS);
-  });
+  auto count_in = [&](const TileWalk& tile) {
+    if (SECOND) count_stored(tiles + tile.row / TILE_TOKENS, warpgroup);
+  };
+  const TileWalk first_up = heard(up_tiles);  // before the slot is copied
+  slot = multiply_tiles(up, first_up, ring, warpgroup, rank * HALF_ROWS, up_epilogue, queue, slot, now, done, count_in);
 #endif
 #if SECOND
   auto down_epilogue = Epilogue<SecondProduct>::make(facts, buffer, 0, 0);
-  multiply_tiles(down, down_tiles(), ring, warpgroup, 0, down_epilogue, queue, now, done, [](const TileWalk&) {});
+  const TileWalk first_down = heard(down_tiles());
+  multiply_tiles(down, first_down, ring, warpgroup, 0, down_epilogue, queue, slot, now, done, [](const TileWalk&) {});
 #endif
 }

@@ -1,4 +1,4 @@
-"""The launches of both products: one kernel for few pairs, else one for each."""
+"""The launches of both products: one kernel for both, or one for each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def multiply(call: Call, rows: Rows, h: Rows, products: Tensor) -> list[Launch]:
 
     They write the intermediate to ``h``, and the rows of pairs, ``[M * k, H]``, to ``products``.
     """
-    if call.config.one_kernel and has_few_pairs(call):
+    if call.config.one_kernel(has_few_pairs(call), call.problem.intermediate):
         return [_product(call, rows, h, products, Products.BOTH)]
     call = call._replace(config=replace(call.config, narrow=False))
     return [_product(call, rows, h, products, each) for each in (Products.FIRST, Products.SECOND)]
@@ -46,7 +46,7 @@ def _product(call: Call, rows: Rows, h: Rows, products: Tensor, which: Products)
     pairs, experts = ids.numel(), problem.experts
     variant = Variant(
         which, Products.FIRST in which and has_few_pairs(call),
-        which == Products.FIRST and gathers(call),
+        Products.FIRST in which and gathers(call),
         rows.group == GROUP128, h.group == GROUP128, layer_variant(call.operands, problem),
     )  # fmt: skip
     kernel = _grouped_kernel(config, variant, device)
@@ -150,5 +150,6 @@ def _grouped_kernel(config: GroupedConfig, variant: Variant, device: int) -> cud
         cluster=config.cluster(variant.products),
         shared_bytes=config.smem_bytes(variant.products, variant.token_groups),
         device=torch.device("cuda", device),
-        cooperative=variant.products == Products.BOTH,
+        # blocks that wait for rows must all be resident, unless they take tiles from a counter
+        cooperative=variant.products == Products.BOTH and config.takes_turns,
     )

@@ -26,7 +26,7 @@ struct TileWalk {
   __device__ int4 packed() const { return {expert, row, end, more() ? w : -1}; }
   __device__ void go_to(const int4& tile) {
     expert = tile.x, row = tile.y, end = tile.z, w = tile.w;
-    if (w < 0) at = total;
+    at = w < 0 ? total : 0;  // this walk began at a tile of its own, which may lie behind the last
   }
   __device__ void next() {
     if (at < early) {
@@ -56,12 +56,14 @@ struct TileWalk {
 // The tile that a block takes after the present one. As tiles differ in their time, the warp that loads
 // weights takes it from a counter that all blocks share, looks it up, and tells the other warps.
 struct TileQueue {
-  static constexpr int SLOTS = 2, READERS = TOKEN_WARPS + 4 * WARPGROUPS;  // warps
+  static constexpr int SLOTS = 2, READERS = 32 * TOKEN_WARPS + CONSUMERS;  // threads
   Barriers told, read;
   u32 slots;
   u32* counter;
 
-  __device__ int take() const { return gridDim.x + atomicAdd(counter, 1); }
+  // A block begins with the tile of its own index, unless one kernel computes both products: there blocks wait
+  // for rows, and a tile whose rows are waited for must belong to a block that runs.
+  __device__ int take() const { return (FIRST && SECOND ? 0 : gridDim.x) + atomicAdd(counter, 1); }
   __device__ void tell(Stage<SLOTS>& slot, const int4& tile) const {
     barrier_wait(read[slot.index], slot.parity ^ 1);
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(slots + slot.index * 16), "r"(tile.x),
@@ -73,18 +75,17 @@ struct TileQueue {
     barrier_wait(told[slot.index], slot.parity);
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(tile.x), "=r"(tile.y), "=r"(tile.z), "=r"(tile.w)
                  : "r"(slots + slot.index * 16) : "memory");
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive_after(read[slot.index], tile.w);
+    barrier_arrive_after(read[slot.index], tile.w);
     slot.advance();
     return tile;
   }
 };
 
-// Counts that all consumers of this block have stored their part of a tile's rows.
-__device__ __forceinline__ void count_stored(TokenTile* tile) {
+// Counts that a warpgroup has stored its part of a tile's rows.
+__device__ __forceinline__ void count_stored(TokenTile* tile, int warpgroup) {
   asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA will read what these threads stored
-  asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
-  if (threadIdx.x == 0)
+  warpgroup_barrier(warpgroup);
+  if (threadIdx.x % 128 == 0)
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(&tile->stored) : "memory");
 }
 

@@ -23,6 +23,7 @@ _BAND_TOKENS = 1024  # tokens whose codes stay in L2 while all weights of an exp
 _NARROW_PAIRS = 4  # up to so many pairs, wide tiles of the second product would leave SMs idle
 _MANY = 128  # in a tile of so many tokens, tokens are the MMA's rows
 _WIDE = 144  # the most columns of the MMA whose sums and one partial sum fit the registers
+_SHORT = 2048  # the longest I of products that are short
 _WIDE_REACH = 8  # tokens around a multiple of _MANY, where half of the experts need one more tile
 LEAST_WIDE = _MANY - _WIDE_REACH  # tokens of an expert from which on tiles of _WIDE are chosen
 # (tokens of an expert on average, at most; tokens of a tile): most experts need one tile at most
@@ -83,9 +84,19 @@ class GroupedConfig:
         return self.tokens < _MANY
 
     @property
-    def one_kernel(self) -> bool:
-        """Whether both products are one kernel."""
-        return self.warpgroups == 1 and self.tokens <= 32
+    def takes_turns(self) -> bool:
+        """Whether each block knows its tiles beforehand, and takes none from a counter."""
+        return self.warpgroups == 1
+
+    def one_kernel(self, few_pairs: bool, intermediate: int) -> bool:
+        """Return whether one kernel computes both products, so that no SM idles between them.
+
+        With tiles of few tokens that pays for few pairs alone. Elsewhere it pays where products are
+        short; 144 tokens leave too few registers.
+        """
+        if self.takes_turns:
+            return few_pairs
+        return not few_pairs and intermediate <= _SHORT and self.tokens <= _MANY
 
     @property
     def band(self) -> int:
