@@ -98,10 +98,6 @@ class Arriving:
                     "Load the missing shards through weight_loader first.",
                 )
 
-    def is_coded(self) -> bool:
-        """Return whether the first weight is FP8: it was given so, or has been quantized."""
-        return self.take(self.names[0]).dtype in FP8_FORMATS
-
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
         """Drop the dense buffers, and write quantized tensors into Parameters of the layer.
 
@@ -191,7 +187,8 @@ class OnlineMethod:
         """
         arriving: Arriving = layer.__dict__["_arriving"]
         done = getattr(layer, "_already_called_process_weights_after_loading", False)
-        if (done and not arriving.has_begun()) or arriving.is_coded():
+        coded = arriving.take(arriving.names[0]).dtype in FP8_FORMATS  # given so, or quantized
+        if (done and not arriving.has_begun()) or coded:
             return
         arriving.check_complete()
         arriving.keep(self._quantized(arriving))

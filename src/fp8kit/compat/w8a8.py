@@ -253,29 +253,22 @@ def cutlass_w8a8_scaled_mm(
     return y.view(*output_shape)
 
 
-def rocm_per_tensor_w8a8_scaled_mm(*, output_shape: Sequence[int], **operands: Any) -> Tensor:
-    """Multiply as ``cutlass_w8a8_scaled_mm`` does, with its arguments: one scale each."""
-    return cutlass_w8a8_scaled_mm(output_shape=output_shape, **operands)
+def _product(name: str, pairing: str) -> Callable[..., Tensor]:
+    """Return ``cutlass_w8a8_scaled_mm`` under another name of vLLM, there for one pairing."""
+
+    def multiply(*, output_shape: Sequence[int], **operands: Any) -> Tensor:
+        return cutlass_w8a8_scaled_mm(output_shape=output_shape, **operands)
+
+    multiply.__name__ = multiply.__qualname__ = name
+    multiply.__doc__ = f"Multiply as ``cutlass_w8a8_scaled_mm``, with its arguments: {pairing}."
+    return multiply
 
 
-def torch_per_tensor_w8a8_scaled_mm(*, output_shape: Sequence[int], **operands: Any) -> Tensor:
-    """Multiply as ``cutlass_w8a8_scaled_mm`` does, with its arguments: one scale each."""
-    return cutlass_w8a8_scaled_mm(output_shape=output_shape, **operands)
-
-
-def torch_per_token_w8a8_scaled_mm(*, output_shape: Sequence[int], **operands: Any) -> Tensor:
-    """Multiply as ``cutlass_w8a8_scaled_mm`` does, with its arguments: per token and channel."""
-    return cutlass_w8a8_scaled_mm(output_shape=output_shape, **operands)
-
-
-def torch_channelwise_w8a8_scaled_mm(*, output_shape: Sequence[int], **operands: Any) -> Tensor:
-    """Multiply as ``cutlass_w8a8_scaled_mm`` does, with its arguments: any pairing."""
-    return cutlass_w8a8_scaled_mm(output_shape=output_shape, **operands)
-
-
-def flashinfer_w8a8_scaled_mm(*, output_shape: Sequence[int], **operands: Any) -> Tensor:
-    """Multiply as ``cutlass_w8a8_scaled_mm`` does, with its arguments: one scale each."""
-    return cutlass_w8a8_scaled_mm(output_shape=output_shape, **operands)
+rocm_per_tensor_w8a8_scaled_mm = _product("rocm_per_tensor_w8a8_scaled_mm", "one scale each")
+torch_per_tensor_w8a8_scaled_mm = _product("torch_per_tensor_w8a8_scaled_mm", "one scale each")
+torch_per_token_w8a8_scaled_mm = _product("torch_per_token_w8a8_scaled_mm", "per token and channel")
+torch_channelwise_w8a8_scaled_mm = _product("torch_channelwise_w8a8_scaled_mm", "any pairing")
+flashinfer_w8a8_scaled_mm = _product("flashinfer_w8a8_scaled_mm", "one scale each")
 
 
 def dispatch_w8a8_scaled_mm(

@@ -82,8 +82,7 @@ def _time_calls(cases: Mapping[str, Case], copies: int, effort: Effort) -> dict[
         case(0)
         start = time.perf_counter()
         case(0)
-        once = max((time.perf_counter() - start) * 1e3, 1e-3)
-        calls[name] = max(copies, min(_MOST_CALLS, int(effort.round_ms / once)))
+        calls[name] = calls_for(effort, (time.perf_counter() - start) * 1e3, copies)
     times: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(effort.rounds):
         for name, case in cases.items():
@@ -111,8 +110,8 @@ def _capture(
 def calls_for(effort: Effort, once: float, copies: int) -> int:
     """Return the number of calls in one round, at least one per copy.
 
-    ``once`` is the milliseconds of a call on the GPU, without host time. Host time would make it
-    larger and graphs shorter, and their start adds a microsecond and more per call to short graphs.
+    ``once`` is the milliseconds of a call; on a GPU without host time, which would make graphs
+    shorter: their start adds a microsecond and more per call to short graphs.
     """
     return max(copies, min(_MOST_CALLS, int(effort.round_ms / max(once, 1e-3))))
 
