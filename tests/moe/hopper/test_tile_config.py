@@ -43,7 +43,7 @@ def test_short_products_are_one_kernel() -> None:
         few, short, long = (
             config.one_kernel(*of) for of in ((True, 768), (False, 768), (False, 4096))
         )
-        # blocks of few tokens wait for rows of others, so all must be resident: a matter of few pairs
+        # blocks without a counter must all be resident, which pays for few pairs
         assert few == (config.warpgroups == 1)
         assert short == (48 <= config.tokens <= 128)
         assert not long
