@@ -28,7 +28,7 @@ from fp8kit.checkpoint.storage.headers import (
     read_tensor,
     shown,
 )
-from fp8kit.checkpoint.storage.refusals import check_source, no_weights
+from fp8kit.checkpoint.storage.refusals import check_source, no_weights, of_ranks
 from fp8kit.checkpoint.storage.stacked_scales import sliced
 from fp8kit.conversion.patterns import matches
 from fp8kit.errors import CheckpointError, teach
@@ -264,7 +264,7 @@ def scan(
         read.spec,
         read.layers,
         read.kv_scales,
-        problems + [_placed(problem, tensors) for problem in read.problems],
+        of_ranks(shards) + problems + [_placed(problem, tensors) for problem in read.problems],
         metadata=metadata,
     )
 
