@@ -38,6 +38,7 @@ class Source:
     ``config.json``, ``metadata`` the texts in headers, and those stored as tensors (ComfyUI).
     ``widths`` has the user's row counts of the parts of fused layers, by patterns of names, and
     ``made`` the granularity of weights that become FP8 when they are read (NVFP4), by layer.
+    ``repeated`` has the layers of ComfyUI whose input scale is a copy of their weight's scale.
     """
 
     config: JsonObject
@@ -46,6 +47,7 @@ class Source:
     metadata: Mapping[str, str] = field(default_factory=dict)
     widths: Mapping[str, Sequence[int]] = field(default_factory=dict)
     made: Mapping[str, GroupShape] = field(default_factory=dict)
+    repeated: frozenset[str] = frozenset()
 
     @property
     def quantization(self) -> JsonObject:

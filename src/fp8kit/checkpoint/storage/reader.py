@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fp8kit.checkpoint.dialects import BARE, Dialect, JsonObject, Source, Spec, quantization_config
-from fp8kit.checkpoint.dialects.comfyui import ENTRY, METADATA, describes_layers
+from fp8kit.checkpoint.dialects.comfyui import COMFYUI, ENTRY, METADATA, describes_layers
 from fp8kit.checkpoint.schema import decoding
 from fp8kit.checkpoint.schema.layers import Layer
-from fp8kit.checkpoint.schema.naming import engine_name
+from fp8kit.checkpoint.schema.naming import engine_name, named
 from fp8kit.checkpoint.schema.pairing import group_repeated, interpret
 from fp8kit.checkpoint.storage import fp4, nvfp4, rebased
 from fp8kit.checkpoint.storage.headers import (
@@ -254,7 +254,10 @@ def scan(
     parts = [info for info in tensors.values() if isinstance(info, nvfp4.ConvertedPart)]
     nvfp4.check_order(parts, metadata)
     made = {part.layer: part.scheme.weight for part in parts}
-    read = interpret(Source(config, kinds, documents, metadata, widths or {}, made))
+    source = Source(config, kinds, documents, metadata, widths or {}, made)
+    if COMFYUI.detect(source):
+        source = replace(source, repeated=_repeated(path, tensors))
+    read = interpret(source)
     return Checkpoint(
         path,
         config,
@@ -299,6 +302,19 @@ def _text(path: Path, info: TensorInfo) -> str:
     if info.dtype != torch.uint8 or info.nbytes > _TEXT_LIMIT:
         return ""
     return bytes(read_tensor(path, info).flatten().tolist()).decode(errors="replace")
+
+
+def _repeated(path: Path, tensors: Mapping[str, TensorInfo]) -> frozenset[str]:
+    """Name the layers whose input scale has the bytes of the scale of their weight."""
+    found = set()
+    for name, info in tensors.items():
+        layer, _, kind = name.rpartition(".")
+        beside = {"scale_input": "scale_weight", "input_scale": "weight_scale"}.get(kind)
+        scale = tensors.get(named(layer, beside)) if beside else None
+        if scale is not None and (scale.dtype, scale.shape) == (info.dtype, info.shape):
+            if torch.equal(read_tensor(path, scale), read_tensor(path, info)):
+                found.add(layer)
+    return frozenset(found)
 
 
 def _placed(problem: str, tensors: Mapping[str, TensorInfo]) -> str:

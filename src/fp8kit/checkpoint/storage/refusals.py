@@ -144,7 +144,7 @@ def of_ranks(shards: Sequence[str]) -> list[str]:
             return [
                 teach(
                     f"{name} is named as what one process of vLLM or SGLang saves (sharded_state).",
-                    "Its layers are merged and sliced, and lie as kernels read them, mostly [K, N].",
+                    "Its layers are merged and sliced, and lie as kernels read them, often [K, N].",
                     "Start from the checkpoint that the engine had loaded.",
                 )
             ]
