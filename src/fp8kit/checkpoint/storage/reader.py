@@ -36,7 +36,9 @@ from fp8kit.formats import FLOATS, QTensor, Scheme
 
 STEMS = ("model", "diffusion_pytorch_model", "consolidated")
 # files besides config.json that tell how a checkpoint is quantized
-DOCUMENTS = ("hf_quant_config.json", "params.json", "quanto_qmap.json")
+DOCUMENTS = tuple(
+    f"{name}.json" for name in ("hf_quant_config", "params", "quanto_qmap", "quantization_config")
+)
 _PROBLEMS_SHOWN, _TEXT_LIMIT = 20, 2**16
 _WORDS = {str(d).removeprefix("torch."): d for d in FLOATS}
 
