@@ -469,6 +469,19 @@ def test_ignore_lists_are_written_for_every_reader() -> None:
         assert found["ignored_layers"] == found["modules_to_not_convert"] == names
 
 
+def test_a_list_of_names_may_lie_in_a_list() -> None:
+    said = FP8 | {
+        "activation_scheme": "static",
+        "ignored_layers": [["lm_head", "b"]],
+    }  # LightCompress
+    source = Source({"quantization_config": said}, KINDS)
+    assert dialect_of(source).parse(source).ignore == ("lm_head", "b")
+    for odd in ([["a"], ["b"]], [[1]], [[["a"]]], ["a", ["b"]]):
+        source = Source({"quantization_config": said | {"ignored_layers": odd}}, KINDS)
+        with pytest.raises(CheckpointError, match="a list of names"):
+            dialect_of(source).parse(source)
+
+
 def test_what_engines_merge_in_linear_attention_is_listed_too() -> None:
     """Some of the engines' classes around a Qwen3.5 do not declare which layers they merge."""
     parts = ("x.in_proj_b", "x.in_proj_a", "x.in_proj_z")

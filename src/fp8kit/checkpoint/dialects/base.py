@@ -296,6 +296,8 @@ def strings(config: JsonObject, *keys: str) -> tuple[str, ...]:
         found = config.get(key)
         if found is None:
             continue
+        if isinstance(found, list) and [type(i) for i in found] == [list]:
+            (found,) = found  # LightCompress writes a list in a list
         if not isinstance(found, list) or not all(isinstance(i, str) for i in found):
             raise invalid(key, found, "a list of names")
         return tuple(found)
