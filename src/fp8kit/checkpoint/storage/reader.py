@@ -337,7 +337,7 @@ def _files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
         if lexists(path / index):
             weights = _weight_map(path / index)
             shards = sorted(set(weights.values()))
-            if lexists(path / single) and shards != [single]:  # MLX writes an index of one file
+            if lexists(path / single) and single not in shards:
                 raise CheckpointError(
                     f"{path} holds both {single} and {index}.",
                     "One of them is the model; the other is left over from something else.",
