@@ -315,12 +315,14 @@ def test_files_of_neural_compressor_are_known_without_a_config(said: dict[str, A
     ("codes", "scale", "refused"),
     [
         ((256, 128), (256, 1), True),
+        ((256, 256), (1, 256), True),  # with use_quantized_matmul weights are transposed
+        ((256, 128), (1, 1), True),
         ((256, 2, 1024), (256, 2, 1), True),  # of wide layers SDNQ divides rows into groups
         ((256, 128), (2, 1), False),  # blocks, as DeepSeek's convert.py names their scales
         ((64, 128), (1, 1), False),
     ],
 )
-def test_rows_that_sdnq_may_have_rotated_are_refused(
+def test_weights_that_sdnq_may_have_rotated_or_transposed_are_refused(
     codes: tuple[int, ...], scale: tuple[int, ...], refused: bool
 ) -> None:
     source = Source({}, {"a.weight": (E4, codes), "a.scale": (F32, scale)})
@@ -329,7 +331,7 @@ def test_rows_that_sdnq_may_have_rotated_are_refused(
     if not refused:
         assert dialect.parse(source).format_of("a") == Format(static=None)
         return
-    with pytest.raises(CheckpointError, match=r"^a\.scale has one .* SDNQ .*name these scales X\."):
+    with pytest.raises(CheckpointError, match=r"^a\.scale is .* SDNQ .*name these scales X\."):
         dialect.parse(source)
 
 
