@@ -545,6 +545,17 @@ def as_processes(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
+def named(*names: str) -> Callable[[Path], None]:
+    """Give the file of a checkpoint other names, each a copy of it."""
+
+    def change(folder: Path) -> None:
+        for name in names:
+            shutil.copy(folder / "model.safetensors", folder / name)
+        (folder / "model.safetensors").unlink()
+
+    return change
+
+
 def as_pipeline(folder: Path) -> None:
     (folder / "transformer").mkdir()
     (folder / "model.safetensors").rename(folder / "transformer" / "model.safetensors")
@@ -571,13 +582,19 @@ def as_quanto(folder: Path) -> None:
         (lambda d: (d / "model.safetensors").unlink(), ["complete the download"]),
         (as_shards, ["and no model.safetensors.index.json", "Download the index too"]),
         (as_processes, ["2 processes wrote by torch.distributed", "enable_consolidation=True"]),
+        (
+            named("model-rank-0-part-0.safetensors"),
+            ["vLLM or SGLang", "that the engine had loaded"],
+        ),
+        (named(*(f"model-rank-{i}-part-0.safetensors" for i in (0, 1))), ["lie as kernels read"]),
+        (named("model1-mp8.safetensors"), ["8 parts by DeepSeek's", "--model-parallel 1"]),
         (with_a_missing_shard, ["model-00002-of-00002.safetensors is missing"]),
         (as_pipeline, ["transformer inside it does", "Pass one of its folders"]),
         (as_quanto, ["was written by quanto", "high-precision checkpoint"]),
         (lambda d: os.truncate(d / "model.safetensors", 900), ["model.safetensors is damaged"]),
     ],
-    ids="lfs lfs-config gguf distcp pickle nothing no-index processes no-shard pipeline quanto "
-    "truncated".split(),
+    ids="lfs lfs-config gguf distcp pickle nothing no-index processes rank ranks part no-shard "
+    "pipeline quanto truncated".split(),
 )
 def test_a_folder_that_is_no_checkpoint(
     change: Callable[[Path], None], said: list[str], tmp_path: Path

@@ -499,7 +499,8 @@ def test_codes_need_an_fp8_layer() -> None:
     fp8kit.convert(model, "FP8_BLOCK")
     refused(r"o_proj.weight_scale: Got a scale of shape \(192, 1\)", model, items)
     items[0] = "attn.o_proj.weight", q.data.view(torch.float8_e5m2)
-    refused(r"is torch.float8_e5m2, and its layer is FP8_BLOCK", model, items)
+    said = r"is torch.float8_e5m2, and its layer is FP8_BLOCK\..*of torch.float8_e4m3fn\..*recode"
+    refused(said, model, items)
 
 
 def test_a_dense_weight_has_no_scale() -> None:
@@ -571,3 +572,22 @@ def test_patterns_need_a_scheme() -> None:
 
 def test_static_schemes_need_calibration() -> None:
     refused(r"calibration, which needs the loaded model", on_meta(False), [], scheme="FP8")
+
+
+def test_quantized_tensors_of_other_libraries_are_refused_by_name() -> None:
+    """Their dtype is that of the numbers that they stand for."""
+    ao = pytest.importorskip("torchao.quantization")
+    weight = ao.Float8Tensor.from_hp(torch.randn(128, 128).bfloat16(), granularity=ao.PerRow())
+    said = r"0\.weight is a Float8Tensor of torchao.*Pass its \.dequantize\(\)"
+    model = nn.Sequential(nn.Linear(128, 128, bias=False).bfloat16())
+    with pytest.raises(TypeError, match=said):
+        load_weights(model, {"0.weight": weight})
+    fp8kit.convert(model, exclude=[])
+    before = model[0].codes.clone()
+    with pytest.raises(TypeError, match=said):
+        load_weights(model, {"0.weight": weight})
+    for assign in (False, True):
+        with pytest.raises(RuntimeError, match=said):
+            model.load_state_dict({"0.weight": weight}, assign=assign)
+    assert_bits_equal(model[0].codes, before)
+    load_weights(model, {"0.weight": weight.dequantize()})

@@ -18,6 +18,7 @@ from fp8kit.conversion.patterns import LayerFilter
 from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, check_switch, some_of
 from fp8kit.formats import FLOATS, Scheme
 from fp8kit.io.arguments import as_device
+from fp8kit.modules.entries import check_decoded
 from fp8kit.modules.libraries import bare
 
 _Load = tuple[NewLayers, Placement]
@@ -129,6 +130,7 @@ def _check_arguments(model: object, weights: object) -> None:
 def _checked(pair: object) -> tuple[str, Tensor]:
     match pair:
         case (str(name), Tensor() as tensor):
+            check_decoded(name, tensor)
             return name, tensor
     raise InvalidType(
         f"Got {pair!r:.80} among the weights.",

@@ -177,6 +177,24 @@ def test_a_marker_of_two_elements_asks_for_16_bit(
     assert [layer.scheme for layer in found.layers] == [scheme, "FP8"]
 
 
+@pytest.mark.parametrize("group", [fp8kit.TENSOR, fp8kit.ROW])
+@pytest.mark.parametrize(
+    ("kind", "beside"), [("scale_weight", "scale_input"), ("weight_scale", "input_scale")]
+)
+def test_an_input_scale_that_is_a_copy_is_none(
+    kind: str, beside: str, group: fp8kit.GroupShape, tmp_path: Path
+) -> None:
+    """convert_to_quant fills the input scales of text encoders with the scales of weights."""
+    q = fp8kit.quantize(torch.ones(16, 16), group, role="weight")
+    tensors = {"weight": q.data, kind: q.scale, beside: q.scale.clone()}
+    file = written(tmp_path, "tensor", "float8_e4m3fn", **tensors)
+    model = torch.nn.ModuleDict({"fc": torch.nn.Linear(16, 16, bias=False).bfloat16()})
+    with pytest.warns(UserWarning, match=r"copies of scales of weights are ignored: fc\."):
+        fp8kit.load(file, model)
+    x = torch.full((1, 16), 100.0, dtype=torch.bfloat16)  # far beyond 448 * scale
+    assert model["fc"](x)[0, 0] == 1600
+
+
 def test_odd_params_of_a_layer_are_named_by_their_place(tmp_path: Path) -> None:
     q = fp8kit.quantize(torch.ones(16, 16), fp8kit.TENSOR)
     scaled = {"weight": q.data, "weight_scale": torch.ones(())}

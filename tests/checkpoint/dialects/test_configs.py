@@ -298,6 +298,43 @@ def test_what_cannot_be_honoured_is_refused(config: dict[str, Any], message: str
         read(config, "scales" if config.get("expert_dtype") is None else "weight_scale_inv")
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"documents": {"quantization_config.json": {"fp8_config": "E4M3", "scale_method": "hw"}}},
+        {"kinds": KINDS | {"a.quant_input.scale_inv": (F32, ())}},
+    ],
+)
+def test_files_of_neural_compressor_are_known_without_a_config(said: dict[str, Any]) -> None:
+    """A model of diffusers has its quantization config in a file of its own."""
+    with pytest.raises(CheckpointError, match=r"Intel Neural Compressor.*weights lie as \[K, N\]"):
+        detect(Source({}, **{"kinds": KINDS} | said))
+
+
+@pytest.mark.parametrize(
+    ("codes", "scale", "refused"),
+    [
+        ((256, 128), (256, 1), True),
+        ((256, 256), (1, 256), True),  # with use_quantized_matmul weights are transposed
+        ((256, 128), (1, 1), True),
+        ((256, 2, 1024), (256, 2, 1), True),  # of wide layers SDNQ divides rows into groups
+        ((256, 128), (2, 1), False),  # blocks, as DeepSeek's convert.py names their scales
+        ((64, 128), (1, 1), False),
+    ],
+)
+def test_weights_that_sdnq_may_have_rotated_or_transposed_are_refused(
+    codes: tuple[int, ...], scale: tuple[int, ...], refused: bool
+) -> None:
+    source = Source({}, {"a.weight": (E4, codes), "a.scale": (F32, scale)})
+    dialect = dialect_of(source)
+    assert dialect.name == "bare"
+    if not refused:
+        assert dialect.parse(source).format_of("a") == Format(static=None)
+        return
+    with pytest.raises(CheckpointError, match=r"^a\.scale is .* SDNQ .*name these scales X\."):
+        dialect.parse(source)
+
+
 @pytest.mark.parametrize("config", [{}, {"quantization_config": {"group_size": 64, "bits": 4}}])
 def test_packed_weights_of_mlx_are_refused_by_name(config: dict[str, Any]) -> None:
     kinds = {"x.weight": (torch.uint32, (8, 8)), "x.scales": (torch.bfloat16, (8, 1))}
@@ -432,6 +469,19 @@ def test_ignore_lists_are_written_for_every_reader() -> None:
     for dialect, scheme in (("fp8", "FP8_BLOCK"), ("autofp8", "FP8"), ("mxfp8", "MXFP8")):
         found = dialect_named(dialect).render(Spec(SCHEMES[scheme], (names[1],)))
         assert found["ignored_layers"] == found["modules_to_not_convert"] == names
+
+
+def test_a_list_of_names_may_lie_in_a_list() -> None:
+    said = FP8 | {
+        "activation_scheme": "static",
+        "ignored_layers": [["lm_head", "b"]],
+    }  # LightCompress
+    source = Source({"quantization_config": said}, KINDS)
+    assert dialect_of(source).parse(source).ignore == ("lm_head", "b")
+    for odd in ([["a"], ["b"]], [[1]], [[["a"]]], ["a", ["b"]]):
+        source = Source({"quantization_config": said | {"ignored_layers": odd}}, KINDS)
+        with pytest.raises(CheckpointError, match="a list of names"):
+            dialect_of(source).parse(source)
 
 
 def test_what_engines_merge_in_linear_attention_is_listed_too() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from checkpoint_samples import NANO, SHARD, converted, edit_json, edit_tensors, saved
 from fp8kit.checkpoint.storage.reader import open_checkpoint, scan
@@ -156,6 +156,17 @@ def test_one_file_with_an_index_of_its_own(sound: Path) -> None:
     assert open_checkpoint(sound).shards == (SHARD,)
     edit_tensors(sound, stray=torch.ones(3))
     refused(sound, "holds stray, which the index does not place in it")
+
+
+def test_an_index_may_list_further_files_beside_the_usual_one(sound: Path) -> None:
+    """compressed-tensors adds the layers of multi-token prediction so."""
+    names = load_file(sound / SHARD)
+    save_file({"mtp": torch.ones(2)}, sound / "model_mtp.safetensors")
+    index = {"weight_map": dict.fromkeys(names, SHARD) | {"mtp": "model_mtp.safetensors"}}
+    (sound / "model.safetensors.index.json").write_text(json.dumps(index))
+    checkpoint = open_checkpoint(sound)
+    assert checkpoint.shards == (SHARD, "model_mtp.safetensors")
+    assert checkpoint.tensors.keys() == names.keys() | {"mtp"}
 
 
 @pytest.mark.parametrize("keep", [0, 5, 400, -3])

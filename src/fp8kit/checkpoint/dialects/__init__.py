@@ -76,10 +76,13 @@ def detect(source: Source) -> Dialect | None:
             "Start from the high-precision checkpoint that it was made of.",
         )
     found = source.quantization
-    if {"fp8_config", "scale_method"} <= found.keys():
+    # of a model of diffusers, its config.json has no entry
+    beside = source.documents.get("quantization_config.json", {})
+    compressed = any({"fp8_config", "scale_method"} <= said.keys() for said in (found, beside))
+    if compressed or source.has(".quant_input.scale_inv"):
         raise CheckpointError(
-            "The quantization config has fp8_config and scale_method, as Intel Neural Compressor "
-            "writes them.",
+            "The checkpoint was written by Intel Neural Compressor, as fp8_config in its "
+            "quantization config or tensors named quant_input.scale_inv say.",
             "Its weights lie as [K, N], and those that are read as [N, K].",
             "Save the model with its format='vllm', which turns them.",
         )

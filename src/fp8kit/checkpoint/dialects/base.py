@@ -38,6 +38,7 @@ class Source:
     ``config.json``, ``metadata`` the texts in headers, and those stored as tensors (ComfyUI).
     ``widths`` has the user's row counts of the parts of fused layers, by patterns of names, and
     ``made`` the granularity of weights that become FP8 when they are read (NVFP4), by layer.
+    ``repeated`` has the layers of ComfyUI whose input scale is a copy of their weight's scale.
     """
 
     config: JsonObject
@@ -46,6 +47,7 @@ class Source:
     metadata: Mapping[str, str] = field(default_factory=dict)
     widths: Mapping[str, Sequence[int]] = field(default_factory=dict)
     made: Mapping[str, GroupShape] = field(default_factory=dict)
+    repeated: frozenset[str] = frozenset()
 
     @property
     def quantization(self) -> JsonObject:
@@ -294,6 +296,8 @@ def strings(config: JsonObject, *keys: str) -> tuple[str, ...]:
         found = config.get(key)
         if found is None:
             continue
+        if isinstance(found, list) and [type(i) for i in found] == [list]:
+            (found,) = found  # LightCompress writes a list in a list
         if not isinstance(found, list) or not all(isinstance(i, str) for i in found):
             raise invalid(key, found, "a list of names")
         return tuple(found)

@@ -2,8 +2,10 @@
 
 There is no config. Activations are static where a layer has ``scale_input``, unless its entry asks
 for ``full_precision_matrix_mult``, or a marker of two elements does so for all; elsewhere ComfyUI
-computes in 16 bit unless asked otherwise, and so do these layers. Scales of MXFP8 and NVFP4 lie in
-tiles of 128x4, as tensor cores read them.
+computes in 16 bit unless asked otherwise, and so do these layers. A ``scale_input`` that is a copy
+of ``scale_weight`` fills a gap: convert_to_quant writes it in text encoders, in which ComfyUI
+always computes in 16 bit. Scales of MXFP8 and NVFP4 lie in tiles of 128x4, as tensor cores read
+them.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Iterable, Mapping
 
 from fp8kit.checkpoint.dialects import base
 from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, Source
-from fp8kit.errors import CheckpointError
+from fp8kit.errors import CheckpointError, some_of
 from fp8kit.formats import GroupShape
 
 METADATA = "_quantization_metadata"
@@ -56,6 +58,7 @@ def _parse(source: Source) -> Announcement:
         entry = base.object_in(place, source.metadata.get(place, layers.get(layer, {})))
         _check_format(layer, entry.get("format"), source)
         exact = layer.startswith(exact_in) or bool(entry.get("full_precision_matrix_mult"))
+        exact = exact or layer in source.repeated
         side = entry.get("group_size") if str(entry.get("format")).endswith("_blockwise") else None
         square = GroupShape(side, side) if isinstance(side, int) and side > 0 else None
         # convert_to_quant scales rows where a side is no multiple of the blocks, and says blocks
@@ -63,7 +66,9 @@ def _parse(source: Source) -> Announcement:
         square = None if len(scale) == 1 else square
         return Format(square, static=None, weight_only=True, swizzled=True, unscaled=exact)
 
-    return Announcement(format_of)
+    some = some_of(sorted(source.repeated))
+    copies = f"Input scales that are copies of scales of weights are ignored: {some}."
+    return Announcement(format_of, unread=(copies,) if source.repeated else ())
 
 
 def _check_format(layer: str, form: object, source: Source) -> None:

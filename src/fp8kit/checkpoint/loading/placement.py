@@ -202,12 +202,17 @@ class Placement:
         weight, numbers = source["weight"], self._numbers(layer)
         if weight.dtype not in FP8_FORMATS:
             return weight
-        if numbers is None or numbers[0].dtype != weight.dtype:
+        if numbers is None:
             raise CheckpointError(
-                f"{named(layer, 'weight')} is {weight.dtype}, and its layer is "
-                f"{numbers[0] if numbers else 'in high precision'}.",
+                f"{named(layer, 'weight')} is {weight.dtype}, and its layer is in high precision.",
                 "Codes load where their scheme is known: into an FP8 layer, or from a checkpoint.",
                 "Pass the dense weight, or convert the layer first.",
+            )
+        if numbers[0].dtype != weight.dtype:
+            raise CheckpointError(
+                f"{named(layer, 'weight')} is {weight.dtype}, and its layer is {numbers[0]}.",
+                f"The layer holds codes of {numbers[0].dtype}.",
+                "Pass such codes (fp8kit.recode makes e4m3 ones of others), or the dense weight.",
             )
         scale, input_scale = source["weight_scale"], source.get("input_scale")
         if _EXPONENTS in source and scale.dtype == torch.float32:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fp8kit.checkpoint.dialects import BARE, Dialect, JsonObject, Source, Spec, quantization_config
-from fp8kit.checkpoint.dialects.comfyui import ENTRY, METADATA, describes_layers
+from fp8kit.checkpoint.dialects.comfyui import COMFYUI, ENTRY, METADATA, describes_layers
 from fp8kit.checkpoint.schema import decoding
 from fp8kit.checkpoint.schema.layers import Layer
-from fp8kit.checkpoint.schema.naming import engine_name
+from fp8kit.checkpoint.schema.naming import engine_name, named
 from fp8kit.checkpoint.schema.pairing import group_repeated, interpret
 from fp8kit.checkpoint.storage import fp4, nvfp4, rebased
 from fp8kit.checkpoint.storage.headers import (
@@ -28,7 +28,7 @@ from fp8kit.checkpoint.storage.headers import (
     read_tensor,
     shown,
 )
-from fp8kit.checkpoint.storage.refusals import check_source, no_weights
+from fp8kit.checkpoint.storage.refusals import check_source, no_weights, of_ranks
 from fp8kit.checkpoint.storage.stacked_scales import sliced
 from fp8kit.conversion.patterns import matches
 from fp8kit.errors import CheckpointError, teach
@@ -36,7 +36,9 @@ from fp8kit.formats import FLOATS, QTensor, Scheme
 
 STEMS = ("model", "diffusion_pytorch_model", "consolidated")
 # files besides config.json that tell how a checkpoint is quantized
-DOCUMENTS = ("hf_quant_config.json", "params.json", "quanto_qmap.json")
+DOCUMENTS = tuple(
+    f"{name}.json" for name in ("hf_quant_config", "params", "quanto_qmap", "quantization_config")
+)
 _PROBLEMS_SHOWN, _TEXT_LIMIT = 20, 2**16
 _WORDS = {str(d).removeprefix("torch."): d for d in FLOATS}
 
@@ -254,7 +256,10 @@ def scan(
     parts = [info for info in tensors.values() if isinstance(info, nvfp4.ConvertedPart)]
     nvfp4.check_order(parts, metadata)
     made = {part.layer: part.scheme.weight for part in parts}
-    read = interpret(Source(config, kinds, documents, metadata, widths or {}, made))
+    source = Source(config, kinds, documents, metadata, widths or {}, made)
+    if COMFYUI.detect(source):
+        source = replace(source, repeated=_repeated(path, tensors))
+    read = interpret(source)
     return Checkpoint(
         path,
         config,
@@ -264,7 +269,7 @@ def scan(
         read.spec,
         read.layers,
         read.kv_scales,
-        problems + [_placed(problem, tensors) for problem in read.problems],
+        of_ranks(shards) + problems + [_placed(problem, tensors) for problem in read.problems],
         metadata=metadata,
     )
 
@@ -301,6 +306,19 @@ def _text(path: Path, info: TensorInfo) -> str:
     return bytes(read_tensor(path, info).flatten().tolist()).decode(errors="replace")
 
 
+def _repeated(path: Path, tensors: Mapping[str, TensorInfo]) -> frozenset[str]:
+    """Name the layers whose input scale has the bytes of the scale of their weight."""
+    found = set()
+    for name, info in tensors.items():
+        layer, _, kind = name.rpartition(".")
+        beside = {"scale_input": "scale_weight", "input_scale": "weight_scale"}.get(kind)
+        scale = tensors.get(named(layer, beside)) if beside else None
+        if scale is not None and (scale.dtype, scale.shape) == (info.dtype, info.shape):
+            if torch.equal(read_tensor(path, scale), read_tensor(path, info)):
+                found.add(layer)
+    return frozenset(found)
+
+
 def _placed(problem: str, tensors: Mapping[str, TensorInfo]) -> str:
     """Prefix a problem with the file of the tensor that it names, or of a weight beside it."""
     problem = printable(problem)
@@ -319,7 +337,7 @@ def _files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
         if lexists(path / index):
             weights = _weight_map(path / index)
             shards = sorted(set(weights.values()))
-            if lexists(path / single) and shards != [single]:  # MLX writes an index of one file
+            if lexists(path / single) and single not in shards:
                 raise CheckpointError(
                     f"{path} holds both {single} and {index}.",
                     "One of them is the model; the other is left over from something else.",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from os.path import lexists
 from pathlib import Path
 
-from fp8kit.errors import CheckpointError, as_path, some_of
+from fp8kit.errors import CheckpointError, as_path, some_of, teach
 
 # endings of files that hold weights in another form: what that is, what is read, what to do
 _OTHERS = {
@@ -36,6 +36,8 @@ _OTHERS = {
     ),
 }
 _OF_PROCESS = re.compile(r"shard-(\d{5})-.+\.safetensors")
+_OF_RANK = re.compile(r"model-rank-\d+-part-\d+\.safetensors")
+_OF_DEEPSEEK = re.compile(r"model\d+-mp(\d+)\.safetensors")
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
 # owner/name, as hubs write it, or a name without a dot; what begins with .. or a slash is meant
 # as a path, and Path leaves one slash where an address has two
@@ -109,7 +111,8 @@ def no_weights(folder: Path) -> CheckpointError:
     files = sorted(p.name for p in folder.iterdir() if p.is_file() or p.is_symlink())
     shards = [n for n in files if n.endswith(".safetensors")]
     if shards:
-        return _split(folder) or _several(folder, shards)
+        ranks = of_ranks(shards)
+        return CheckpointError(ranks[0]) if ranks else _split(folder) or _several(folder, shards)
     inner = sorted(
         {p.parent for n in ("*", "snapshots/*") for p in folder.glob(f"{n}/*.safetensors")}
     )
@@ -129,6 +132,32 @@ def no_weights(folder: Path) -> CheckpointError:
         _A_CHECKPOINT,
         "Check the path, or complete the download.",
     )
+
+
+def of_ranks(shards: Sequence[str]) -> list[str]:
+    """Describe the first file, by its name, that holds what one process of an engine computes with.
+
+    Without a model nothing else tells: weights are transposed or sliced, and fit their scales.
+    """
+    for name in shards:
+        if _OF_RANK.fullmatch(name):
+            return [
+                teach(
+                    f"{name} is named as what one process of vLLM or SGLang saves (sharded_state).",
+                    "Its layers are merged and sliced, and lie as kernels read them, often [K, N].",
+                    "Start from the checkpoint that the engine had loaded.",
+                )
+            ]
+        parts = _OF_DEEPSEEK.fullmatch(name)
+        if parts and int(parts[1]) > 1:
+            return [
+                teach(
+                    f"{name} is named as one of {parts[1]} parts by DeepSeek's convert.py.",
+                    "A file of a checkpoint has whole tensors; these have some rows or columns.",
+                    "Start from the checkpoint that it converted, or give it --model-parallel 1.",
+                )
+            ]
+    return []
 
 
 def pointer(file: str, start: bytes) -> CheckpointError | None:
