@@ -31,7 +31,7 @@ def transformers_model(model: Any) -> Any:
 class WithEncoder(EncoderDecoderCache):  # type: ignore[misc]
     """Extends a decoder's cache by the encoder's keys and values, in high precision.
 
-    Cross-attention reads these directly from the cache, where it would use codes as numbers.
+    Cross-attention reads these from the cache at every step, and would decode all of them.
     """
 
     @classmethod
