@@ -206,7 +206,7 @@ class Reader:
         self.walked = Counter[ast.AST]()
         self.own: frozenset[nn.Module] = frozenset()  # may read their own weights
         self.stored: dict[tuple[int, str], Values] = {}  # modules in attributes that methods assign
-        self._words = _WORDS.union(*map(stacks, model.modules()))
+        self._words = _WORDS.union(["forward"], *map(stacks, model.modules()))
         self._results: dict[Any, Values] = {}
         self._suspects: dict[Any, bool] = {}
         self._changing: dict[type, set[str]] = {}
