@@ -28,7 +28,9 @@ _PROTECTED = (
         r"embed_out|lm_loss|qa_outputs|cls_score|(\w+_)?class_embed|(enc|dec)_score_head|cls_branches|"
         r"bbox_pred|aux_head|aux\d|AuxLogits|"
         r"predictions\.decoder|pred_layer\.proj|heads?\.(head|fc|linear)|joint\.head|"
-        r"downstream_head\d",
+        r"downstream_head\d|"
+        # of speech recognition
+        r"ctc_(lo|lin|output)|(\w+_)?decoder\.output_layer|joiner\.output_linear",
         "output head",
     ),
     # boxes, and where deformable attention looks
@@ -91,6 +93,10 @@ DEFAULT_EXCLUDE: tuple[tuple[str, str], ...] = (
         "re:((_orig_mod|module|model)\\.)*(proj_out(_\\d+)?|(all_)?final_layer.*|final_linear|"
         "out_layer(\\..*)?|proj_to_clip_embeddings|head|output|_heads\\..*)$",
         "final projection",
+    ),
+    (
+        "re:((_orig_mod|module|model)\\.)*((heads?|output)\\.\\d+|output_layer|predictor)$",
+        "output head",
     ),
 )
 

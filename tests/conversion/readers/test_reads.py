@@ -595,6 +595,9 @@ class Apart(Holder):
     def get_last_layer(self) -> nn.Parameter:  # for the weight of a loss of a GAN
         return self.proj.weight
 
+    def plot_curve(self) -> Any:  # of FastKAN
+        return self.proj.weight.sum(1)
+
 
 def test_other_methods_count_unless_they_make_or_load_a_model() -> None:
     report = fp8kit.plan(Apart()).report
@@ -738,6 +741,32 @@ class Extends(Base):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x)
         return y
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.Linear.forward(self, input)  # does not run in FP8
+
+
+class Unbound(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.Linear.forward(self.proj, x)  # as a fork of DeBERTa for LoRA bypasses adapters
+        x = Scaled.forward(self.named["a"], x)  # type: ignore[arg-type]
+        x = type(self.other).forward(self.other, x)  # the class after the conversion
+        y: Tensor = self.scaled(x)
+        return y
+
+
+def test_a_layer_under_the_forward_of_a_class_stays_dense() -> None:
+    model = Unbound()
+    model.scaled = Scaled(SIZE, SIZE)
+    x = torch.randn(4, SIZE)
+    expected = model(x)
+    report = fp8kit.convert(model)
+    reason = "Unbound.forward runs the forward of a class on it"
+    assert {r.name for r in report.skipped if r.reason == reason} == {"proj", "named.a"}
+    assert {"other", "scaled"} <= {r.name for r in report.converted}
+    assert 0.001 < relative_error(model(x), expected) < 0.1
 
 
 def test_base_classes_are_read_too() -> None:

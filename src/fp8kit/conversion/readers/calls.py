@@ -125,6 +125,11 @@ class Calls(Expressions):
         if name in ("__getattr__", "__getattribute__") and args:
             bound = not all(isinstance(o, type) for o in owners)
             return self.builtin("getattr", [owners, *args] if bound else args)
+        # type(layer) is the class that the layer has after a conversion
+        classes = [o for o in owners if isinstance(o, type) and not isinstance(inner, ast.Call)]
+        if name == "forward" and args and any(issubclass(c, nn.Linear) for c in classes):
+            linear = [Weight(m) for m in args[0] if isinstance(m, nn.Linear)]
+            self.reader.mark_read(linear, self.scope.where, "runs the forward of a class on it")
         if modules and name == "apply" and args and self.reader.running:
             self.callback(args[0], [united(*[m.modules() for m in modules])])
             return True, owners

@@ -50,7 +50,7 @@ _APART = (
     "gradient_checkpoint freeze transfer get_input_emb get_output_emb remove replace _hook "
     "num_param parameters memory push_to unload enable disable switch onnx dummy train "
     "optimiz optim_group get_last_layer parallelize weight_dtype "
-    "parameter_group params_group lr_param"
+    "parameter_group params_group lr_param plot"
 ).split()
 _LIBRARIES = tuple(
     """
@@ -206,7 +206,7 @@ class Reader:
         self.walked = Counter[ast.AST]()
         self.own: frozenset[nn.Module] = frozenset()  # may read their own weights
         self.stored: dict[tuple[int, str], Values] = {}  # modules in attributes that methods assign
-        self._words = _WORDS.union(*map(stacks, model.modules()))
+        self._words = _WORDS.union(["forward"], *map(stacks, model.modules()))
         self._results: dict[Any, Values] = {}
         self._suspects: dict[Any, bool] = {}
         self._changing: dict[type, set[str]] = {}
