@@ -171,6 +171,32 @@ def test_static_layers_take_assigned_states_in_place() -> None:
     assert_bits_equal(ours.keys, rounded(ours, k, k)[0])
 
 
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("window", [6, 12])
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_are_cropped_where_those_of_transformers_are(
+    kind: type[Any], window: int, scales: str
+) -> None:
+    sizes = KINDS[kind] | ({"sliding_window": window} if "sliding_window" in KINDS[kind] else {})
+    ours, theirs = kind(SCALES[scales], **sizes), kind.plain(**sizes)
+    for layer in (ours, theirs):
+        if hasattr(layer, "activate_past_recording"):
+            layer.activate_past_recording()
+    assert getattr(ours, "is_croppable", None) == getattr(theirs, "is_croppable", None)
+    step(ours, theirs, 9)
+    if not getattr(theirs, "is_croppable", kind in (Fp8Layer, Fp8SlidingLayer)):
+        with pytest.raises(UnsupportedError, match=r"crop\(-2\) of a static FP8 cache"):
+            ours.crop(-2)
+        assert_alike(ours, theirs)
+        return
+    for tokens in (2, 1):
+        for layer in (ours, theirs):
+            layer.crop(-2)
+        assert_alike(ours, theirs)
+        step(ours, theirs, tokens)
+    assert ours.get_seq_length() == 8
+
+
 def test_compiled_code_reads_numbers() -> None:
     ours, theirs = pair(Fp8StaticLayer)
     step(ours, theirs, 6)

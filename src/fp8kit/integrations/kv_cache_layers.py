@@ -235,8 +235,10 @@ class _Fixed(Fp8LayerMixin):
             raise _not_static(f"{name} of shape {(*part.shape,)} for {(*held.shape,)}")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse, as Transformers' static layers do."""
-        raise _not_static(f"crop({tokens_to_remove})")
+        """Forget the last tokens (``-1``: one), unless a window has lost those before them."""
+        if not getattr(self, "is_croppable", False):  # Transformers 5.17 has no such attribute
+            raise _not_static(f"crop({tokens_to_remove})")
+        self._both("crop", tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refuse: the size is fixed."""
