@@ -132,6 +132,12 @@ def test_a_shallow_copy_holds_the_same_parameters() -> None:
     assert layer.accum == "precise"
 
 
+def test_compiled_code_deep_copies() -> None:
+    layer = layer_of()
+    copied = torch.compile(lambda x: (x + 1, copy.deepcopy(layer)), backend="eager")
+    assert_same_layer(layer, copied(torch.ones(1))[1])
+
+
 def test_deepcopy_of_other_codes() -> None:
     scheme = Scheme("E5M2", fp8kit.ROW, fp8kit.ROW, dtype=torch.float8_e5m2)
     layer = Fp8Linear.from_linear(dense(), scheme)
