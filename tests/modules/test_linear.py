@@ -445,6 +445,14 @@ def test_a_new_layer_is_uninitialized_and_stays_so() -> None:
     assert layer.weight_scale.isnan().all()
 
 
+def test_a_layer_is_not_initialized_again() -> None:
+    layer = layer_of()
+    twin = copy.deepcopy(layer)
+    with pytest.raises(UnsupportedError, match=r"__init__ .* again on Fp8Linear.*from_linear"):
+        layer.__init__(K, N)  # type: ignore[misc]
+    assert_same_layer(layer, twin)
+
+
 def test_empty_inputs(device: torch.device) -> None:
     layer = layer_of(device=device)
     assert layer(torch.empty(0, K, device=device)).shape == (0, N)
