@@ -197,6 +197,15 @@ def test_layers_are_cropped_where_those_of_transformers_are(
     assert ours.get_seq_length() == 8
 
 
+def test_an_empty_static_layer_has_no_tokens_to_lose() -> None:
+    ours, theirs = pair(Fp8StaticLayer)
+    if not getattr(theirs, "is_croppable", False):
+        pytest.skip("this Transformers crops no static layers")
+    ours.crop(-2)
+    step(ours, theirs, 4)
+    assert_alike(ours, theirs)
+
+
 def test_compiled_code_reads_numbers() -> None:
     ours, theirs = pair(Fp8StaticLayer)
     step(ours, theirs, 6)

@@ -238,7 +238,8 @@ class _Fixed(Fp8LayerMixin):
         """Forget the last tokens (``-1``: one), unless a window has lost those before them."""
         if not getattr(self, "is_croppable", False):  # Transformers 5.17 has no such attribute
             raise _not_static(f"crop({tokens_to_remove})")
-        self._both("crop", tokens_to_remove)
+        if self.is_initialized:  # else the length would become negative
+            self._both("crop", tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refuse: the size is fixed."""
