@@ -136,6 +136,21 @@ def test_attributes_that_are_set_reach_the_scales() -> None:
     assert lengths == [x.cumulative_length.data_ptr() for x in (ours.codes, ours.scales)]
 
 
+def test_a_name_of_the_class_is_replaced_on_the_layer_alone() -> None:
+    ours, theirs = pair(Fp8StaticLayer)
+    seen, update = [], ours.update
+
+    def watched(*states: Tensor) -> Any:
+        seen.append(states[0].dtype)
+        return update(*states)
+
+    ours.update, ours.is_compileable = watched, False
+    step(ours, theirs, 3)
+    assert seen == [torch.bfloat16]
+    assert not ours.is_compileable
+    assert ours.codes.is_compileable
+
+
 @pytest.mark.parametrize("scales", SCALES)
 def test_assigned_states_are_quantized(scales: str) -> None:
     ours, theirs = pair(Fp8Layer, scales)

@@ -89,8 +89,11 @@ class Fp8LayerMixin(CacheLayerMixin):  # type: ignore[misc]
         return getattr(self.codes, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the layers of codes and of scales; tensors keep their addresses."""
-        if name in self._own:
+        """Set an attribute of the layers of codes and of scales; tensors keep their addresses.
+
+        What hides a method or another name of the class is set on this layer alone.
+        """
+        if name in self._own or hasattr(type(self), name):
             super().__setattr__(name, value)
             return
         for layer in self._layers():
