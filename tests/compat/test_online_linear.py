@@ -161,6 +161,16 @@ def test_a_weight_put_in_by_hand_is_quantized_when_asked() -> None:
     assert layer.orig_dtype == torch.float32
 
 
+def test_a_quantized_weight_may_be_held_elsewhere_when_asked_again() -> None:
+    method, layer = new_layer("FP8_DYNAMIC")
+    layer.weight.weight_loader(layer.weight, weight_of(0))
+    codes = layer.weight.data
+    del layer.weight
+    layer.weight = codes
+    method.process_weights_after_loading(layer)
+    assert layer.weight is codes
+
+
 def test_weights_arrive_on_the_device_of_creation() -> None:
     with torch.device("cpu"):
         _, layer = new_layer("FP8_TENSOR")

@@ -106,7 +106,7 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "numbers; what is assigned is quantized"),
         Row("refused", "an FP8 cache and code that writes into the `keys` or `values` that it read",
             "integrations/test_decoded_copies.py::test_writes_are_refused_at_the_next_use"),
-        Row("refused", "a static FP8 cache: `crop`, other batches; gradients into a cache",
+        Row("refused", "a static FP8 cache: other batches; gradients into a cache",
             "integrations/test_kv_cache.py::test_caches_refuse_wrong_scales_and_arguments"),
         Row("refused", "an FP8 cache for hybrid layers",
             "integrations/test_kv_cache.py::test_kinds_of_layers_without_such_a_cache_are_named"),

@@ -136,6 +136,21 @@ def test_attributes_that_are_set_reach_the_scales() -> None:
     assert lengths == [x.cumulative_length.data_ptr() for x in (ours.codes, ours.scales)]
 
 
+def test_a_name_of_the_class_is_replaced_on_the_layer_alone() -> None:
+    ours, theirs = pair(Fp8StaticLayer)
+    seen, update = [], ours.update
+
+    def watched(*states: Tensor) -> Any:
+        seen.append(states[0].dtype)
+        return update(*states)
+
+    ours.update, ours.is_compileable = watched, False
+    step(ours, theirs, 3)
+    assert seen == [torch.bfloat16]
+    assert not ours.is_compileable
+    assert ours.codes.is_compileable
+
+
 @pytest.mark.parametrize("scales", SCALES)
 def test_assigned_states_are_quantized(scales: str) -> None:
     ours, theirs = pair(Fp8Layer, scales)
@@ -169,6 +184,41 @@ def test_static_layers_take_assigned_states_in_place() -> None:
     with pytest.raises(UnsupportedError, match=r"keys of shape \(2, 2, 9, 64\) for \(2, 2, 12"):
         ours.keys = k[:, :, :9]
     assert_bits_equal(ours.keys, rounded(ours, k, k)[0])
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("window", [6, 12])
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_are_cropped_where_those_of_transformers_are(
+    kind: type[Any], window: int, scales: str
+) -> None:
+    sizes = KINDS[kind] | ({"sliding_window": window} if "sliding_window" in KINDS[kind] else {})
+    ours, theirs = kind(SCALES[scales], **sizes), kind.plain(**sizes)
+    for layer in (ours, theirs):
+        if hasattr(layer, "activate_past_recording"):
+            layer.activate_past_recording()
+    assert getattr(ours, "is_croppable", None) == getattr(theirs, "is_croppable", None)
+    step(ours, theirs, 9)
+    if not getattr(theirs, "is_croppable", kind in (Fp8Layer, Fp8SlidingLayer)):
+        with pytest.raises(UnsupportedError, match=r"crop\(-2\) of a static FP8 cache"):
+            ours.crop(-2)
+        assert_alike(ours, theirs)
+        return
+    for tokens in (2, 1):
+        for layer in (ours, theirs):
+            layer.crop(-2)
+        assert_alike(ours, theirs)
+        step(ours, theirs, tokens)
+    assert ours.get_seq_length() == 8
+
+
+def test_an_empty_static_layer_has_no_tokens_to_lose() -> None:
+    ours, theirs = pair(Fp8StaticLayer)
+    if not getattr(theirs, "is_croppable", False):
+        pytest.skip("this Transformers crops no static layers")
+    ours.crop(-2)
+    step(ours, theirs, 4)
+    assert_alike(ours, theirs)
 
 
 def test_compiled_code_reads_numbers() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 import backend_tables
 import fp8kit
 from fp8kit import moe
+from fp8kit.errors import UnsupportedError
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
 from frames import above_launches, launch_from
 from numerics import assert_bits_equal, assert_same_tensors
@@ -47,6 +48,14 @@ def make(
 def routed(tokens: int = 6, top_k: int = 2, ids: int = 5) -> tuple[Tensor, Tensor, Tensor]:
     x = torch.randn(tokens, 64)
     return x, *moe.route(torch.randn(tokens, ids), top_k)
+
+
+def test_experts_are_not_initialized_again() -> None:
+    _, layer = make()
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(UnsupportedError, match=r"__init__ was called again on Fp8Experts"):
+        layer.__init__(5, 64, 136)  # type: ignore[misc]
+    assert_same_tensors(layer.state_dict(), before)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

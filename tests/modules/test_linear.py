@@ -132,6 +132,12 @@ def test_a_shallow_copy_holds_the_same_parameters() -> None:
     assert layer.accum == "precise"
 
 
+def test_compiled_code_deep_copies() -> None:
+    layer = layer_of()
+    copied = torch.compile(lambda x: (x + 1, copy.deepcopy(layer)), backend="eager")
+    assert_same_layer(layer, copied(torch.ones(1))[1])
+
+
 def test_deepcopy_of_other_codes() -> None:
     scheme = Scheme("E5M2", fp8kit.ROW, fp8kit.ROW, dtype=torch.float8_e5m2)
     layer = Fp8Linear.from_linear(dense(), scheme)
@@ -437,6 +443,14 @@ def test_a_new_layer_is_uninitialized_and_stays_so() -> None:
     layer.reset_parameters()
     assert layer.codes.float().isnan().all()
     assert layer.weight_scale.isnan().all()
+
+
+def test_a_layer_is_not_initialized_again() -> None:
+    layer = layer_of()
+    twin = copy.deepcopy(layer)
+    with pytest.raises(UnsupportedError, match=r"__init__ .* again on Fp8Linear.*from_linear"):
+        layer.__init__(K, N)  # type: ignore[misc]
+    assert_same_layer(layer, twin)
 
 
 def test_empty_inputs(device: torch.device) -> None:

@@ -187,8 +187,9 @@ class OnlineMethod:
         """
         arriving: Arriving = layer.__dict__["_arriving"]
         done = getattr(layer, "_already_called_process_weights_after_loading", False)
-        coded = arriving.take(arriving.names[0]).dtype in FP8_FORMATS  # given so, or quantized
-        if (done and not arriving.has_begun()) or coded:
+        if done and not arriving.has_begun():
+            return
+        if arriving.take(arriving.names[0]).dtype in FP8_FORMATS:  # given so, or quantized
             return
         arriving.check_complete()
         arriving.keep(self._quantized(arriving))

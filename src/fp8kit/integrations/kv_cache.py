@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,8 @@ from fp8kit.integrations.kv_cache_layers import (
 )
 
 _SCALES = ("token", "checkpoint")
+# names of modules that attend to another part of the model, of the same index as self-attention
+_CROSSES = re.compile(r"cross|encoder_attn|EncDec|encoder_decoder")
 # cache layers of models' layers that have no keys and values
 _NO_KEYS = {"linear_attention": LinearAttentionLayer, "conv": LinearAttentionLayer}
 if hasattr(cache_utils, "DummyLayer"):  # Transformers 5.17 has none
@@ -65,7 +68,7 @@ class Fp8Cache(_Fp8Cache):
     Raises:
         ValueError: for another ``scale``, or a checkpoint's scale that is not positive and finite.
         TypeError: if ``model`` is no Transformers model.
-        CheckpointError: if the checkpoint had no scales for a layer.
+        CheckpointError: if the checkpoint had no scales for a layer, or two modules have some.
         UnsupportedError: if the model has a kind of cache layer without an FP8 form.
 
     Example:
@@ -161,18 +164,34 @@ def _layers(
 
 
 def _scales_of(model: PreTrainedModel) -> dict[int, Pair]:
-    """Return the scales of keys and values that ``load`` set on attention modules, by layer."""
-    found = {}
+    """Return the scales of the decoder's own keys and values that ``load`` set, by layer."""
+    found: dict[int, tuple[str, Pair]] = {}
+    own = {module for name, module in _decoder(model).named_modules() if not _CROSSES.search(name)}
     for name, module in model.named_modules():
-        held = getattr(module, "cache_scales", {})
-        if {"k_scale", "v_scale"} <= held.keys() and hasattr(module, "layer_idx"):
-            pair = (held["k_scale"].float(), held["v_scale"].float())
-            if not all((s > 0).all() and s.isfinite().all() for s in pair):
-                raise InvalidValue(
-                    f"{name} has k_scale {pair[0].flatten().tolist()} and v_scale "
-                    f"{pair[1].flatten().tolist()}.",
-                    "Keys and values are divided by them: they are positive and finite.",
-                    "Use scale='token', or calibrate the checkpoint again.",
-                )
-            found[int(module.layer_idx)] = pair
-    return found
+        held, index = getattr(module, "cache_scales", {}), getattr(module, "layer_idx", None)
+        if module not in own or index is None or not {"k_scale", "v_scale"} <= held.keys():
+            continue
+        pair = (held["k_scale"].float(), held["v_scale"].float())
+        if not all((s > 0).all() and s.isfinite().all() for s in pair):
+            raise InvalidValue(
+                f"{name} has k_scale {pair[0].flatten().tolist()} and v_scale "
+                f"{pair[1].flatten().tolist()}.",
+                "Keys and values are divided by them: they are positive and finite.",
+                "Use scale='token', or calibrate the checkpoint again.",
+            )
+        if index in found:
+            raise CheckpointError(
+                f"{found[index][0]} and {name} both have scales of layer {index}.",
+                "A layer of the cache has one pair, that of the decoder's self-attention.",
+                "Use scale='token', or pass the part of the model that uses the cache.",
+            )
+        found[index] = (name, pair)
+    return {index: pair for index, (_, pair) in found.items()}
+
+
+def _decoder(model: Any) -> Any:
+    """Return the part of a model that uses the cache: layers of encoders have indices too."""
+    inner = model.get_decoder() if hasattr(model, "get_decoder") else model
+    # an attribute named decoder may also be a head
+    attends = any(hasattr(module, "layer_idx") for module in inner.modules())
+    return _decoder(inner) if attends and inner is not model else model

@@ -89,8 +89,11 @@ class Fp8LayerMixin(CacheLayerMixin):  # type: ignore[misc]
         return getattr(self.codes, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the layers of codes and of scales; tensors keep their addresses."""
-        if name in self._own:
+        """Set an attribute of the layers of codes and of scales; tensors keep their addresses.
+
+        What hides a method or another name of the class is set on this layer alone.
+        """
+        if name in self._own or hasattr(type(self), name):
             super().__setattr__(name, value)
             return
         for layer in self._layers():
@@ -235,8 +238,11 @@ class _Fixed(Fp8LayerMixin):
             raise _not_static(f"{name} of shape {(*part.shape,)} for {(*held.shape,)}")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse, as Transformers' static layers do."""
-        raise _not_static(f"crop({tokens_to_remove})")
+        """Forget the last tokens (``-1``: one), unless a window has lost those before them."""
+        if not getattr(self, "is_croppable", False):  # Transformers 5.17 has no such attribute
+            raise _not_static(f"crop({tokens_to_remove})")
+        if self.is_initialized:  # else the length would become negative
+            self._both("crop", tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refuse: the size is fixed."""

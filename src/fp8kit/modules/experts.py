@@ -79,10 +79,10 @@ class Fp8Experts(ExpertTensors):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         check_activation(activation)
-        layer_options.check_new(hidden_size, intermediate_size, bias, device, dtype)
+        layer_options.check_new(self, hidden_size, intermediate_size, bias, device, dtype)
         validation.check_size("num_experts", num_experts)
+        super().__init__()
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.intermediate_size, self.activation = intermediate_size, activation
         first = "gate_up_proj" if activation.gated else "up_proj"

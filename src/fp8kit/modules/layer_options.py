@@ -6,9 +6,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fp8kit.errors import InvalidValue, check_choice, check_switch
+from fp8kit.errors import InvalidValue, UnsupportedError, check_choice, check_switch
 from fp8kit.formats import Scheme, scale_shape
 from fp8kit.ops import validation
 from fp8kit.runtime.replay_cache import Options
@@ -73,9 +73,23 @@ def _checked_scheme(layer: Fp8Linear, value: Any) -> Scheme:
 
 
 def check_new(
-    in_features: object, out_features: object, bias: object, device: object, dtype: object
+    layer: nn.Module,
+    in_features: object,
+    out_features: object,
+    bias: object,
+    device: object,
+    dtype: object,
 ) -> None:
-    """Refuse arguments of a new layer; raises ``TypeError`` or ``ValueError``."""
+    """Refuse arguments of a new layer, with ``TypeError`` or ``ValueError``, and one that has any.
+
+    The latter raises ``UnsupportedError``, before the layer has changed.
+    """
+    if "scheme" in vars(layer):
+        raise UnsupportedError(
+            f"__init__ was called again on {layer!r:.100}.",
+            "It would drop the FP8 weight, and none is drawn at random.",
+            "Convert a new dense layer, as Fp8Linear.from_linear(nn.Linear(64, 64)) does.",
+        )
     check_switch("bias", bias)
     validation.check_size("in_features", in_features)
     validation.check_size("out_features", out_features)

@@ -102,7 +102,7 @@ class Fp8Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        layer_options.check_new(in_features, out_features, bias, device, dtype)
+        layer_options.check_new(self, in_features, out_features, bias, device, dtype)
         nn.Module.__init__(self)
         patch_libraries()
         self.in_features, self.out_features = in_features, out_features

@@ -100,7 +100,7 @@ def cast_dtype(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: Any) 
 def deepcopied(module: nn.Module, memo: dict[int, Any]) -> Any:
     """Copy like any module, without ``__getstate__``: shared Parameters stay shared in the copy."""
     memo[id(module)] = twin = type(module).__new__(type(module))
-    twin.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    twin.__dict__ = copy.deepcopy(module.__dict__, memo)  # Dynamo loses what update() sets
     return twin
 
 

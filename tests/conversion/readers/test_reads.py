@@ -595,6 +595,9 @@ class Apart(Holder):
     def get_last_layer(self) -> nn.Parameter:  # for the weight of a loss of a GAN
         return self.proj.weight
 
+    def setup(self, stage: str) -> None:  # as Lightning calls it
+        self.norm = float(self.proj.weight.norm())
+
     def plot_curve(self) -> Any:  # of FastKAN
         return self.proj.weight.sum(1)
 

@@ -50,7 +50,7 @@ _APART = (
     "gradient_checkpoint freeze transfer get_input_emb get_output_emb remove replace _hook "
     "num_param parameters memory push_to unload enable disable switch onnx dummy train "
     "optimiz optim_group get_last_layer parallelize weight_dtype "
-    "parameter_group params_group lr_param plot"
+    "parameter_group params_group lr_param plot setup"
 ).split()
 _LIBRARIES = tuple(
     """
