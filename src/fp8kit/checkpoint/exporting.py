@@ -217,14 +217,16 @@ def with_quantization(
 ) -> JsonObject:
     """Return a ``config.json`` with this dtype, and this quantization config in place of any other.
 
-    If output ``heads`` are FP8, it unties them from embeddings: engines would skip the codes.
+    That of a model of diffusers gets no dtype: its class could not be built from it. If output
+    ``heads`` are FP8, it unties them from embeddings: engines would skip the codes.
     """
     untied = {"tie_word_embeddings": False} if heads else {}
     merged = {k: v for k, v in config.items() if k not in (*_QUANTIZATION, "torch_dtype")} | untied
     for part in TEXT_PARTS:
         if isinstance(text := merged.get(part), dict):
             merged[part] = {k: v for k, v in text.items() if k not in _QUANTIZATION} | untied
-    merged["dtype"] = str(dtype).removeprefix("torch.")
+    if "_class_name" not in merged:  # diffusers passes what it does not know to the class
+        merged["dtype"] = str(dtype).removeprefix("torch.")
     return {**merged, "quantization_config": quantization}
 
 
