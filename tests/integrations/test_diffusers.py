@@ -112,10 +112,14 @@ def test_a_family_is_quantized_while_loading_saved_and_loaded(kind: str, tmp_pat
         assert_bits_equal(run(again, given), y)
 
 
-def test_a_quantized_folder_builds_its_own_class(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["quantize_checkpoint", "save"])
+def test_a_written_folder_builds_its_own_class(by: str, tmp_path: Path) -> None:
     model = dense("FluxTransformer2DModel", tmp_path / "dense")
-    fp8kit.quantize_checkpoint(tmp_path / "dense", tmp_path / "fp8")
     fp8kit.convert(model)
+    if by == "save":
+        fp8kit.save(model, tmp_path / "fp8")
+    else:
+        fp8kit.quantize_checkpoint(tmp_path / "dense", tmp_path / "fp8")
     with pytest.raises(CheckpointError, match=r"diffusers\.FluxTransformer2DModel.*load_config"):
         fp8kit.load(tmp_path / "fp8")
     kind = type(model)
