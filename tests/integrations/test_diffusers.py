@@ -112,6 +112,22 @@ def test_a_family_is_quantized_while_loading_saved_and_loaded(kind: str, tmp_pat
         assert_bits_equal(run(again, given), y)
 
 
+@pytest.mark.parametrize("by", ["quantize_checkpoint", "save"])
+def test_a_written_folder_builds_its_own_class(by: str, tmp_path: Path) -> None:
+    model = dense("FluxTransformer2DModel", tmp_path / "dense")
+    fp8kit.convert(model)
+    if by == "save":
+        fp8kit.save(model, tmp_path / "fp8")
+    else:
+        fp8kit.quantize_checkpoint(tmp_path / "dense", tmp_path / "fp8")
+    with pytest.raises(CheckpointError, match=r"diffusers\.FluxTransformer2DModel.*load_config"):
+        fp8kit.load(tmp_path / "fp8")
+    kind = type(model)
+    again = kind.from_config(kind.load_config(tmp_path / "fp8")).to(BF16)
+    fp8kit.load(tmp_path / "fp8", model=again)
+    assert_same_tensors(again.state_dict(), model.state_dict())
+
+
 @pytest.mark.parametrize("scheme", ["FP8_BLOCK", "MXFP8", "FP8_TENSOR", "FP8_WEIGHT_ONLY", "FP8"])
 def test_every_scheme_is_saved_and_loaded(scheme: str, tmp_path: Path) -> None:
     kind = "SD3Transformer2DModel"

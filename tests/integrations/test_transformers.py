@@ -472,7 +472,7 @@ def test_unknown_architecture(tmp_path: Path, nano: Path, named: object) -> None
 def test_a_model_of_diffusers_is_named(tmp_path: Path, nano: Path) -> None:
     shutil.copytree(nano, tmp_path / "c")
     edit_json(tmp_path / "c" / "config.json", architectures=None, _class_name="FluxTransformer")
-    with pytest.raises(CheckpointError, match=r"a FluxTransformer of diffusers.*model=\.\.\."):
+    with pytest.raises(CheckpointError, match=r"a FluxTransformer of diffusers.*model=kind"):
         load(tmp_path / "c")
 
 

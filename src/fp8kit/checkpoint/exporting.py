@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ AS_CONV1D = (
     "it once the model is loaded"
 )
 _WRAPPED = ".base_layer"  # where PEFT puts a layer that has an adapter
+_CONFIG_MIXIN = ("diffusers.configuration_utils", "ConfigMixin")
 _QUANTIZATION = ("quantization_config", "compression_config")
 
 
@@ -45,12 +48,21 @@ class Exported:
 
 
 def export_module(model: nn.Module) -> Exported:
-    """Export any module under the names of its ``state_dict``."""
+    """Export any module under the names of its ``state_dict``; one of diffusers with its config."""
     layers, whole_stacks = split_experts(model)
     taken_apart = own_names(model, whole_stacks)
     tensors = {n: t for n, t in untied(model, set()).items() if n not in taken_apart}
     tensors |= tensors_of(layers) | held_cache_scales(model)
-    return Exported(tensors, unquantized(model, tensors), experts=layers, whole_stacks=whole_stacks)
+    dense, config = unquantized(model, tensors), _config_of(model)
+    return Exported(tensors, dense, config, experts=layers, whole_stacks=whole_stacks)
+
+
+def _config_of(model: Any) -> JsonObject:
+    """Return what diffusers builds the model from; empty for one of another library."""
+    classes = type(model).__mro__
+    known = any((c.__module__, c.__name__) == _CONFIG_MIXIN for c in classes)
+    config: JsonObject = json.loads(model.to_json_string()) if known else {}
+    return config
 
 
 def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:
@@ -217,14 +229,16 @@ def with_quantization(
 ) -> JsonObject:
     """Return a ``config.json`` with this dtype, and this quantization config in place of any other.
 
-    If output ``heads`` are FP8, it unties them from embeddings: engines would skip the codes.
+    That of a model of diffusers gets no dtype: its class could not be built from it. If output
+    ``heads`` are FP8, it unties them from embeddings: engines would skip the codes.
     """
     untied = {"tie_word_embeddings": False} if heads else {}
     merged = {k: v for k, v in config.items() if k not in (*_QUANTIZATION, "torch_dtype")} | untied
     for part in TEXT_PARTS:
         if isinstance(text := merged.get(part), dict):
             merged[part] = {k: v for k, v in text.items() if k not in _QUANTIZATION} | untied
-    merged["dtype"] = str(dtype).removeprefix("torch.")
+    if "_class_name" not in merged:  # diffusers passes what it does not know to the class
+        merged["dtype"] = str(dtype).removeprefix("torch.")
     return {**merged, "quantization_config": quantization}
 
 

@@ -283,12 +283,15 @@ def _model_class(checkpoint: Checkpoint) -> Any:
         if not checkpoint.config:
             what = f"{checkpoint.path} has no config.json, or a file in it was passed alone."
             needed = "config.json names the class of the model."
-        elif kind := checkpoint.config.get("_class_name"):
+        remedy = "Build the model yourself and pass it: fp8kit.load(dir, model=...)."
+        if checkpoint.config and (kind := checkpoint.config.get("_class_name")):
             what = f"{checkpoint.path} holds a {kind} of diffusers."
             needed = "Without model=, a directory must hold a model of Transformers."
-        raise CheckpointError(
-            what, needed, "Build the model yourself and pass it: fp8kit.load(dir, model=...)."
-        )
+            remedy = (
+                f"With kind = diffusers.{kind}, build it and pass it: "
+                "fp8kit.load(dir, model=kind.from_config(kind.load_config(dir)))."
+            )
+        raise CheckpointError(what, needed, remedy)
     return found
 
 
