@@ -22,7 +22,14 @@ from fp8kit.modules.entries import (
 from fp8kit.modules.expert_stacks import ExpertStacks, quantize_stack
 from fp8kit.modules.guarded_weight import computed_codes, guarded, unguarded
 from fp8kit.modules.libraries import patch_libraries
-from fp8kit.modules.parameters import apply_without_casts, as_bytes, cast_dtype, deepcopied, frozen
+from fp8kit.modules.parameters import (
+    apply_without_casts,
+    as_bytes,
+    cast_dtype,
+    deepcopied,
+    frozen,
+    written_together,
+)
 from fp8kit.moe.activation import Activation
 from fp8kit.moe.problem import ExpertsProblem
 from fp8kit.ops.validation import check_codes, default_rounding
@@ -133,8 +140,11 @@ class ExpertTensors(nn.Module):
         """
         if isinstance(weight, Tensor):
             weight = quantize_weight(weight.to(self.codes(name).device), self.scheme)
-        for key, tensor in stored_tensors(weight, self.scheme, name).items():
-            self.get_parameter(key)[expert].copy_(tensor)
+        stored = stored_tensors(weight, self.scheme, name)
+        with written_together(self, (name,), expert=expert):
+            for key, tensor in stored.items():
+                # not the guarded view of codes, whose writes torch counts late
+                cast(Tensor, nn.Module.__getattr__(self, key))[expert].copy_(tensor)
         self.originals.pop(name, None)  # the new codes were not made from it
 
     def __getattr__(self, name: str) -> Any:
@@ -185,7 +195,8 @@ class ExpertTensors(nn.Module):
         except (CheckpointError, TypeError, ValueError) as error:
             rest[-1].append(str(error))
             return
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        with written_together(self, self.stacks.names, replaced=assign):
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _check_entries(self, name: str, state: dict[str, Any], prefix: str, assign: bool) -> None:
         """Quantize a dense stack of a ``state_dict``; refuse codes or scales without the other."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fp8kit.errors import CheckpointError
 from fp8kit.formats import FP8_FORMATS, GroupShape, QTensor, Scheme, check_scale
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import dense, layer_options, refusals
@@ -33,6 +32,7 @@ from fp8kit.modules.parameters import (
     empty_tensors,
     frozen,
     shallow_copied,
+    written_together,
 )
 from fp8kit.modules.pending import check_written
 from fp8kit.modules.tracing import traced
@@ -421,10 +421,10 @@ class Fp8Linear(nn.Linear):
     ) -> None:
         """Accept FP8 codes with scales, or a dense weight, which is quantized into place."""
         try:
-            # with assign=True the layer takes the checkpoint's device: it may be on meta now
             assign = local_metadata.get("assign_to_params_buffers", False)
             state_dict = quantized_entries(self, state_dict, prefix, assign)
-        except (CheckpointError, TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
             rest[-1].append(str(error))  # torch's list of error messages
             return
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        with written_together(self, ("weight",), replaced=assign):
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)

@@ -31,6 +31,7 @@ from fp8kit.formats import BLOCK, FP8_FORMATS, MX, ROW, GroupShape, QTensor, Sch
 from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.parameters import written_together
 from fp8kit.quantizers.rebase import restore
 
 _SHOWN = 20
@@ -295,9 +296,10 @@ class Placement:
                 layer.original_weight.copy_(value)
                 layer.keep(layer.original_weight)  # in its dtype it may have other codes
             found = stored_tensors(q, layer.scheme, layer=name)
-        for kind, tensor in found.items():
-            self._set(layer, kind, tensor, named(name, kind), fresh=isinstance(value, Tensor))
-            self.placed.add(named(name, kind))
+        with written_together(layer, ("weight",)):
+            for kind, tensor in found.items():
+                self._set(layer, kind, tensor, named(name, kind), fresh=isinstance(value, Tensor))
+                self.placed.add(named(name, kind))
 
     def _write(self, route: Route, kind: str, value: Tensor) -> None:
         """Fill a tensor in high precision, or those of its rows that have arrived."""
