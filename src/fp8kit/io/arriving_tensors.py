@@ -18,8 +18,8 @@ from fp8kit.conversion.patterns import LayerFilter
 from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, check_switch, some_of
 from fp8kit.formats import FLOATS, Scheme
 from fp8kit.io.arguments import as_device
-from fp8kit.modules.entries import check_decoded
 from fp8kit.modules.libraries import bare
+from fp8kit.ops.validation import check_decoded
 
 _Load = tuple[NewLayers, Placement]
 # loads that wait for another partial call; an entry is freed with its model
