@@ -12,6 +12,7 @@ from fp8kit.dispatch.device import capability
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme
 from fp8kit.matmul.problem import MatmulProblem, linear_problem, m_bucket
+from fp8kit.modules import layer_options
 from fp8kit.modules.entries import (
     check_form,
     check_shapes,
@@ -155,6 +156,14 @@ class ExpertTensors(nn.Module):
             if type(held) in (Tensor, nn.Parameter) and held.dtype in FP8_FORMATS:
                 return guarded(held, f"{name} of {type(self).__name__}", self, name)
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Resolve a scheme that is set, and check that it reads the codes and scales held here."""
+        if name == "scheme":
+            value = Scheme.of(value)
+            for stack in self.stacks.names:
+                layer_options.checked_scheme(self, value, stack, f"{stack}_input_scale")
+        super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Hold a plain Parameter, also when a guarded view of one is assigned."""
