@@ -344,3 +344,14 @@ def test_quantized_tensors_of_other_libraries_are_refused_by_name() -> None:
         fp8kit.linear(torch.randn(2, 128), weight, other[0])
     with pytest.raises(TypeError, match=said):
         layer(other)
+
+
+def test_tensors_in_the_place_of_words_and_dtypes_are_refused() -> None:
+    x = torch.randn(4, 64)
+    with pytest.raises(ValueError, match="Got scale_rounding=tensor"):
+        fp8kit.quantize(x, scale_rounding=x)
+    with pytest.raises(ValueError, match="Got dtype tensor"):
+        fp8kit.Recipe(dtype=x)
+    layer = fp8kit.Fp8Experts(2, 64, 64)
+    with pytest.raises(TypeError, match=r"Got a placement as a torch\.sparse_coo"):
+        layer.place(torch.tensor([0, 1]).to_sparse())

@@ -258,14 +258,15 @@ def check_precision(dtype: object) -> None:
 def check_rounding(rounding: str | None, group: GroupShape) -> str:
     """Return the scale rounding or its default; refuse one that the granularity does not have."""
     legal = ("up", "floor") if group == MX else ("exact", "up")
-    rounding = "up" if rounding == "ceil" else rounding
-    if rounding is not None and rounding not in legal:
+    if rounding is None:
+        return legal[0]
+    if not isinstance(rounding, str) or rounding not in (*legal, "ceil"):
         raise InvalidValue(
-            f"Got scale_rounding={rounding!r} for {group} groups.",
+            f"Got scale_rounding={rounding!r:.80} for {group} groups.",
             f"They take {legal[0]!r} or {legal[1]!r}.",
             "Pass one of these, or leave it out.",
         )
-    return rounding or legal[0]
+    return "up" if rounding == "ceil" else rounding
 
 
 def check_layout(layout: object, group: GroupShape) -> None:
