@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import pickle
@@ -151,3 +152,21 @@ def test_a_scheme_of_an_earlier_pickle_loads() -> None:
     old.__setstate__(new.__getstate__()[:-1])
     assert old == new
     assert pickle.loads(pickle.dumps(Scheme.of("MXFP8_ROW"))) == Scheme.of("MXFP8_ROW")
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("group", [ROW, MX], ids=str)
+def test_a_qtensor_is_pickled_by_every_protocol(group: GroupShape, protocol: int) -> None:
+    q = fp8kit.quantize(torch.randn(4, 256), group)
+    found = pickle.loads(pickle.dumps(q, protocol))
+    assert (found.data.dtype, found.group) == (q.data.dtype, group)
+    assert torch.equal(fp8kit.dequantize(found), fp8kit.dequantize(q))
+
+
+def test_copies_of_a_qtensor_and_its_earlier_pickles() -> None:
+    q = fp8kit.quantize(torch.randn(4, 256))
+    assert copy.copy(q).data.data_ptr() == q.data.data_ptr()
+    assert copy.deepcopy(q).data.data_ptr() != q.data.data_ptr()
+    old = formats.QTensor.__new__(formats.QTensor)
+    old.__setstate__([q.data, q.scale, q.group])
+    assert (old.data, old.scale, old.group) == (q.data, q.scale, q.group)

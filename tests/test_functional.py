@@ -329,3 +329,29 @@ def test_the_documented_error_is_what_is_measured(name: str, k: int) -> None:
     error = float((y - exact).norm() / exact.norm())
     least, most = documented_errors()[name]
     assert least <= round(100 * error, 1) <= most
+
+
+def test_quantized_tensors_of_other_libraries_are_refused_by_name() -> None:
+    ao = pytest.importorskip("torchao.quantization")
+    other = ao.Float8Tensor.from_hp(torch.randn(128, 128).bfloat16(), granularity=ao.PerRow())
+    weight, layer = fp8kit.quantize(torch.randn(128, 128)), fp8kit.Fp8Linear(128, 128)
+    said = r"is a Float8Tensor of torchao.*Pass its \.dequantize\(\)"
+    with pytest.raises(TypeError, match=said):
+        fp8kit.quantize(other)
+    with pytest.raises(TypeError, match=said):
+        fp8kit.linear(other, weight)
+    with pytest.raises(TypeError, match=f"The bias {said}"):
+        fp8kit.linear(torch.randn(2, 128), weight, other[0])
+    with pytest.raises(TypeError, match=said):
+        layer(other)
+
+
+def test_tensors_in_the_place_of_words_and_dtypes_are_refused() -> None:
+    x = torch.randn(4, 64)
+    with pytest.raises(ValueError, match="Got scale_rounding=tensor"):
+        fp8kit.quantize(x, scale_rounding=x)
+    with pytest.raises(ValueError, match="Got dtype tensor"):
+        fp8kit.Recipe(dtype=x)
+    layer = fp8kit.Fp8Experts(2, 64, 64)
+    with pytest.raises(TypeError, match=r"Got a placement as a torch\.sparse_coo"):
+        layer.place(torch.tensor([0, 1]).to_sparse())

@@ -120,6 +120,19 @@ def check_number(name: str, value: object) -> None:
         )
 
 
+def check_shape(shape: object) -> None:
+    """Raise ``TypeError`` unless ``shape`` is a tuple or list of sizes."""
+    if isinstance(shape, torch.Size):
+        return
+    size = torch.SymInt | numbers.Integral | Tensor  # sizes are tensors while TorchScript traces
+    if not isinstance(shape, tuple | list) or not all(isinstance(n, size) for n in shape):
+        raise InvalidType(
+            f"Got {shape!r:.80} as a shape.",
+            "It must be a tuple or list of integers, K last.",
+            "Pass the shape of a tensor, such as x.shape.",
+        )
+
+
 def check_strided(name: str, tensor: Tensor) -> None:
     """Refuse a nested or sparse tensor."""
     if tensor.is_nested or tensor.layout != torch.strided:

@@ -7,7 +7,6 @@ through the package: no other module may infer it from the shape of a scale or f
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -18,6 +17,7 @@ from fp8kit.errors import (
     InvalidType,
     InvalidValue,
     check_choice,
+    check_shape,
     check_strided,
     check_switch,
     did_you_mean,
@@ -84,19 +84,6 @@ def check_group(group: object) -> None:
             f"Pass fp8kit.{str(group).upper()}."
             if named
             else "Pass one of these, or fp8kit.GroupShape(rows, cols).",
-        )
-
-
-def check_shape(shape: object) -> None:
-    """Raise ``TypeError`` unless ``shape`` is a tuple or list of sizes."""
-    if isinstance(shape, torch.Size):
-        return
-    size = torch.SymInt | numbers.Integral | Tensor  # sizes are tensors while TorchScript traces
-    if not isinstance(shape, tuple | list) or not all(isinstance(n, size) for n in shape):
-        raise InvalidType(
-            f"Got {shape!r:.80} as a shape.",
-            "It must be a tuple or list of integers, K last.",
-            "Pass the shape of a tensor, such as x.shape.",
         )
 
 
@@ -205,8 +192,7 @@ def min_scale(group: GroupShape, dtype: torch.dtype, role: str) -> float:
     Per-token activations use ``1 / (fp8_max * 512)``, as vLLM and FBGEMM do. All others use the far
     lower ``1e-10 / fp8_max``, because weights can be small and must not be coarsened.
     """
-    remedy = "Pass one of these words; they differ only in the smallest scale."
-    check_choice("role", role, ("activation", "weight"), remedy)
+    check_choice("role", role, ("activation", "weight"), "Pass one of these words.")
     largest = fp8_format(dtype).max
     return 1 / (largest * 512) if group == ROW and role == "activation" else 1e-10 / largest
 
@@ -303,10 +289,10 @@ class Scheme:
         return self.name
 
 
-def _take_fields(scheme: Scheme, state: Sequence[object]) -> None:
-    """Restore the fields from a pickle; older pickles lack the last one, ``rebased``."""
-    for entry, value in zip(fields(scheme), (*state, False), strict=False):
-        object.__setattr__(scheme, entry.name, value)
+def _take_fields(data: Scheme | QTensor, state: Sequence[object]) -> None:
+    """Restore the fields from a pickle; older ones lack the last of a scheme, ``rebased``."""
+    for entry, value in zip(fields(data), (*state, False), strict=False):
+        object.__setattr__(data, entry.name, value)
 
 
 # assigned here, because the dataclass decorator of Python 3.11.2 replaces one in the class body
@@ -391,6 +377,21 @@ class QTensor:
     def to(self, device: torch.device | str) -> QTensor:
         """Move codes and scales to a device, or return them as they are if they are there."""
         return QTensor(self.data.to(device), self.scale.to(device), self.group)
+
+
+def _as_bytes(q: QTensor) -> tuple[Tensor, Tensor, GroupShape, torch.dtype]:
+    """Return the state of a pickle, with codes as uint8: plain pickle has no storage for FP8."""
+    return q.data.view(torch.uint8), q.scale, q.group, q.data.dtype
+
+
+def _of_bytes(q: QTensor, state: tuple[Tensor, Tensor, GroupShape, torch.dtype]) -> None:
+    """Restore the fields from a pickle; older pickles have FP8 codes, and no dtype beside them."""
+    codes = state[0].view(state[3]) if len(state) > 3 else state[0]
+    _take_fields(q, (codes, *state[1:3]))
+
+
+QTensor.__getstate__ = _as_bytes  # type: ignore[method-assign, assignment]
+QTensor.__setstate__ = _of_bytes  # type: ignore[attr-defined]
 
 
 def check_scale(

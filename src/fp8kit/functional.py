@@ -238,8 +238,7 @@ def linear(
     if scheme is not None:
         validation.check_codes("w_q", w_q.data.dtype, Scheme.of(scheme))
     activation, rounding = validation.activation_format(w_q.group, scheme, input_scale)
-    if input_scale is not None:
-        scale_validation.check_input_scale(input_scale, x.shape, x.device)
+    scale_validation.check_input_scale(input_scale, x.shape, x.device)
     scale_validation.check_scale_ub(scale_ub, x)
     if scale_ub is not None and (activation is None or input_scale is not None):
         raise InvalidValue(

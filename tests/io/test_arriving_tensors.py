@@ -508,7 +508,23 @@ def test_a_dense_weight_has_no_scale() -> None:
     fp8kit.convert(model)
     dense = weights()["attn.o_proj.weight"]
     items = [("attn.o_proj.weight_scale", torch.ones(K, 1)), ("attn.o_proj.weight", dense)]
-    refused(r"o_proj.weight is torch.bfloat16 and comes with a scale", model, items)
+    refused(r"o_proj.weight is torch.bfloat16 and comes with weight_scale", model, items)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_state_dict_that_was_cast_is_refused_by_its_cause(backwards: bool) -> None:
+    model = nn.Sequential(fp8kit.Fp8Linear.from_linear(nn.Linear(64, 64)))
+    items = [(name, tensor.half()) for name, tensor in model.state_dict().items()]
+    message = r"0.weight is torch.float16 and comes with weight_scale.* before the cast"
+    refused(message, model, items[::-1] if backwards else items)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_an_input_scale_beside_a_dense_weight_is_not_dropped(backwards: bool) -> None:
+    fixed = torch.ones(1, 1)
+    model = nn.Sequential(fp8kit.Fp8Linear.from_linear(nn.Linear(64, 64), "FP8", fixed))
+    items = [("0.weight", torch.randn(64, 64)), ("0.input_scale", 2 * fixed)]
+    refused("comes with input_scale", model, items[::-1] if backwards else items)
 
 
 def test_siblings_are_of_one_kind() -> None:

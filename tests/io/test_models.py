@@ -877,6 +877,8 @@ def test_a_source_that_is_not_there_is_refused(tmp_path: Path) -> None:
     fp8kit.convert(model, exclude=[])
     with pytest.raises(CheckpointError, match=r"There is no directory .*nowhere"):
         fp8kit.save(model, tmp_path / "out", source=tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="is too long"):
+        fp8kit.save(model, tmp_path / "out", source=tmp_path / ("n" * 300))
     assert not (tmp_path / "out").exists()
 
 

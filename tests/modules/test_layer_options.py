@@ -227,3 +227,48 @@ def test_a_scheme_that_reads_the_same_weight_may_be_set() -> None:
         layer.quantized_weight(), layer.bias, scheme="FP8_WEIGHT_ONLY"
     )
     assert torch.equal(layer(x), wanted(x))
+
+
+def test_the_scheme_of_experts_is_resolved_and_checked() -> None:
+    layer = fp8kit.Fp8Experts.from_dense(torch.randn(2, 128, 64), torch.randn(2, 64, 64))
+    call = torch.randn(3, 64), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    layer.scheme = "FP8_WEIGHT_ONLY"
+    assert layer.scheme is fp8kit.SCHEMES["FP8_WEIGHT_ONLY"]
+    assert layer(*call).shape == (3, 64)
+    for other in ("FP8_BLOCK", "FP8", "MXFP8"):
+        with pytest.raises(ValueError, match=f"Got scheme {other} for a layer that holds codes"):
+            layer.scheme = other
+    with pytest.raises(ValueError, match=r"Unknown scheme 'FP8_BLOK'.*Did you mean"):
+        layer.scheme = "FP8_BLOK"
+    assert layer.scheme is fp8kit.SCHEMES["FP8_WEIGHT_ONLY"]
+
+
+def test_an_input_scale_is_that_of_a_static_scheme() -> None:
+    dense, fixed = nn.Linear(256, 128), nn.Parameter(torch.ones(1, 1), requires_grad=False)
+    layer = fp8kit.Fp8Linear.from_linear(dense)
+    with pytest.raises(ValueError, match=r"(?s)Got input_scale=Parameter.*scheme FP8_DYNAMIC"):
+        layer.input_scale = fixed
+    layer.input_scale = None
+    static = fp8kit.Fp8Linear.from_linear(dense, "FP8", fixed)
+    with pytest.raises(ValueError, match=r"Got input_scale=None.*scheme FP8"):
+        static.input_scale = None
+    static.input_scale = nn.Parameter(2 * fixed, requires_grad=False)
+    x = torch.randn(3, 256)
+    assert torch.equal(static(x), fp8kit.Fp8Linear.from_linear(dense, "FP8", 2 * fixed)(x))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.tensor([[-1.0]]), "Got an input_scale of -1"),
+        (torch.tensor([[math.nan]]), "Got an input_scale of nan"),
+        (torch.ones(3), "Got a scale of shape"),
+        (torch.ones(1, 1).half(), "Got a scale of dtype torch.float16"),
+        (torch.ones(1, 1, device="meta"), "Got a scale on meta"),
+    ],
+)
+def test_a_layer_computes_with_no_input_scale_that_is_none(value: Tensor, said: str) -> None:
+    layer = fp8kit.Fp8Linear.from_linear(nn.Linear(256, 128), "FP8", torch.ones(1, 1))
+    layer.input_scale = nn.Parameter(value, requires_grad=False)
+    with pytest.raises((TypeError, ValueError), match=said):
+        layer(torch.randn(3, 256))

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8kit.errors import InvalidValue, teach
 from fp8kit.formats import FP8_FORMATS
-from fp8kit.modules.parameters import frozen
+from fp8kit.modules.parameters import frozen, written_together
 
 Loader = Callable[..., Any]
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
@@ -105,14 +105,15 @@ class Arriving:
         """
         self.dense.clear()
         self._pieces.clear()
-        for name, tensor in tensors.items():
-            old = self._layer._parameters.get(name)
-            facts = ("dtype", "shape", "device")
-            if old is not None and all(getattr(old, f) == getattr(tensor, f) for f in facts):
-                with torch.no_grad():
-                    old.copy_(tensor)
-            else:
-                self._layer.register_parameter(name, frozen(tensor))
+        with written_together(self._layer, self.names):
+            for name, tensor in tensors.items():
+                old = self._layer._parameters.get(name)
+                facts = ("dtype", "shape", "device")
+                if old is not None and all(getattr(old, f) == getattr(tensor, f) for f in facts):
+                    with torch.no_grad():
+                        old.copy_(tensor)
+                else:
+                    self._layer.register_parameter(name, frozen(tensor))
         for name in self.names:
             self.attend(name, self._layer.get_parameter(name))
 

@@ -29,6 +29,7 @@ from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.libraries import wrap_once
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.parameters import written_together
 from fp8kit.runtime.weight_hazards import version
 
 OLDEST = (0, 21)
@@ -53,8 +54,9 @@ class _Unmerged:
 
     @torch.no_grad()
     def restore(self, layer: Fp8Linear) -> None:
-        for name, tensor in _held(layer).items():
-            tensor.copy_(self.weight[name].view(tensor.dtype))
+        with written_together(layer, ("weight",)):
+            for name, tensor in _held(layer).items():
+                tensor.copy_(self.weight[name].view(tensor.dtype))
         if self.bias is not None:
             layer.bias.copy_(self.bias)
         if self.original_weight is not None:
@@ -117,8 +119,9 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
                 weight = weight.to(held.original_weight.device)
             # from here on only numbers are copied; if that is interrupted, unmerge() restores them
             self._unmerged, self.merged_adapters = held, merged
-            for name, tensor in own.items():
-                tensor.copy_(stored[name])
+            with written_together(layer, ("weight",)):
+                for name, tensor in own.items():
+                    tensor.copy_(stored[name])
             if bias is not None:
                 layer.bias.copy_(bias)
             if held.original_weight is not None:

@@ -18,8 +18,8 @@ from fp8kit.conversion.patterns import LayerFilter
 from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, check_switch, some_of
 from fp8kit.formats import FLOATS, Scheme
 from fp8kit.io.arguments import as_device
-from fp8kit.modules.entries import check_decoded
 from fp8kit.modules.libraries import bare
+from fp8kit.ops.validation import check_decoded
 
 _Load = tuple[NewLayers, Placement]
 # loads that wait for another partial call; an entry is freed with its model
@@ -42,8 +42,9 @@ def load_weights(
     Dense weights of FP8 layers are quantized, FP8 codes are taken as they are; q/k/v, gate/up and
     experts may arrive separately and be joined in the model, or the other way round. Tensors in
     memory are overwritten in place, any number of times, so CUDA graphs stay valid. If the call
-    raises, the tensors that arrived before the error are loaded and the others are not; what waits
-    from partial calls is dropped, so bring all tensors again.
+    raises, the tensors that arrived before the error are loaded and the others are not, and a layer
+    that an interrupt left with half of a weight computes NaN; what waits from partial calls is
+    dropped, so bring all tensors again.
 
     Args:
         model: has FP8 layers already, or gets them by ``scheme``; its tensors may be on meta.

@@ -22,6 +22,7 @@ from fp8kit.checkpoint.schema.naming import experts_of
 from fp8kit.checkpoint.storage.layout import MAX_SHARD_BYTES
 from fp8kit.checkpoint.storage.nvfp4 import conversion_notes
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
+from fp8kit.checkpoint.storage.refusals import check_name
 from fp8kit.checkpoint.storage.writer import write_checkpoint
 from fp8kit.conversion.patterns import LayerFilter
 from fp8kit.errors import (
@@ -84,6 +85,8 @@ def save(
             "A model with FP8 layers is saved.",
             "Pass the module that fp8kit.convert or fp8kit.load gave.",
         )
+    if source is not None:
+        check_name(as_path(source, "source"))
     if source is not None and not as_path(source, "source").is_dir():
         raise CheckpointError(
             f"There is no directory {source}.",

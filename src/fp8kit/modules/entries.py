@@ -181,20 +181,6 @@ def stored_entries(
     return {prefix + own: tensor for own, tensor in found.items()}
 
 
-def check_decoded(name: str, tensor: Tensor) -> None:
-    """Refuse a quantized tensor of torchao or quanto, whose dtype is that of its numbers.
-
-    Those of Transformer Engine pass: they decode themselves wherever they are computed with.
-    """
-    kind, library = type(tensor), type(tensor).__module__.partition(".")[0]
-    if library in ("torchao", "optimum") and kind.dequantize is not Tensor.dequantize:
-        raise InvalidType(
-            f"{name} is a {kind.__name__} of {library}.",
-            "FP8 is made from plain tensors, or from codes beside their scales.",
-            "Pass its .dequantize(); or load the file by fp8kit.load, if it is safetensors.",
-        )
-
-
 def quantize_weight(weight: Tensor, scheme: Scheme, name: str = "The weight") -> QTensor:
     """Quantize a dense weight ``[N, K]`` as a checkpoint of a scheme stores it.
 
@@ -202,7 +188,7 @@ def quantize_weight(weight: Tensor, scheme: Scheme, name: str = "The weight") ->
     so do quantized tensors of other libraries.
     """
     if isinstance(weight, Tensor):
-        check_decoded(name, weight)
+        validation.check_decoded(name, weight)
     if isinstance(weight, Tensor) and weight.dtype not in FLOATS:
         raise InvalidType(
             f"{name} is {weight.dtype}.",

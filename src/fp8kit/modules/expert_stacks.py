@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8kit.errors import InvalidType, InvalidValue, check_choice, check_switch, teach
+from fp8kit.errors import (
+    InvalidType,
+    InvalidValue,
+    check_choice,
+    check_strided,
+    check_switch,
+    teach,
+)
 from fp8kit.formats import MX, QTensor, Scheme
 from fp8kit.modules.entries import quantize_weight
 from fp8kit.moe.activation import Activation
@@ -154,6 +161,7 @@ def slots_of(placement: Tensor) -> list[int]:
         held = torch.as_tensor(placement)
     except (RuntimeError, TypeError, ValueError) as error:
         raise InvalidType(arrived, required, remedy) from error
+    check_strided("a placement", held)
     if held.dim() != 1 or held.dtype not in (torch.int32, torch.int64):
         arrived = f"Got a placement of {held.dtype} and shape {tuple(held.shape)}."
         raise InvalidType(arrived, required, remedy)

@@ -12,6 +12,7 @@ from fp8kit.dispatch.device import capability
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme
 from fp8kit.matmul.problem import MatmulProblem, linear_problem, m_bucket
+from fp8kit.modules import layer_options
 from fp8kit.modules.entries import (
     check_form,
     check_shapes,
@@ -22,7 +23,14 @@ from fp8kit.modules.entries import (
 from fp8kit.modules.expert_stacks import ExpertStacks, quantize_stack
 from fp8kit.modules.guarded_weight import computed_codes, guarded, unguarded
 from fp8kit.modules.libraries import patch_libraries
-from fp8kit.modules.parameters import apply_without_casts, as_bytes, cast_dtype, deepcopied, frozen
+from fp8kit.modules.parameters import (
+    apply_without_casts,
+    as_bytes,
+    cast_dtype,
+    deepcopied,
+    frozen,
+    written_together,
+)
 from fp8kit.moe.activation import Activation
 from fp8kit.moe.problem import ExpertsProblem
 from fp8kit.ops.validation import check_codes, default_rounding
@@ -133,8 +141,11 @@ class ExpertTensors(nn.Module):
         """
         if isinstance(weight, Tensor):
             weight = quantize_weight(weight.to(self.codes(name).device), self.scheme)
-        for key, tensor in stored_tensors(weight, self.scheme, name).items():
-            self.get_parameter(key)[expert].copy_(tensor)
+        stored = stored_tensors(weight, self.scheme, name)
+        with written_together(self, (name,), expert=expert):
+            for key, tensor in stored.items():
+                # not the guarded view of codes, whose writes torch counts late
+                cast(Tensor, nn.Module.__getattr__(self, key))[expert].copy_(tensor)
         self.originals.pop(name, None)  # the new codes were not made from it
 
     def __getattr__(self, name: str) -> Any:
@@ -145,6 +156,14 @@ class ExpertTensors(nn.Module):
             if type(held) in (Tensor, nn.Parameter) and held.dtype in FP8_FORMATS:
                 return guarded(held, f"{name} of {type(self).__name__}", self, name)
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Resolve a scheme that is set, and check that it reads the codes and scales held here."""
+        if name == "scheme":
+            value = Scheme.of(value)
+            for stack in self.stacks.names:
+                layer_options.checked_scheme(self, value, stack, f"{stack}_input_scale")
+        super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Hold a plain Parameter, also when a guarded view of one is assigned."""
@@ -185,7 +204,8 @@ class ExpertTensors(nn.Module):
         except (CheckpointError, TypeError, ValueError) as error:
             rest[-1].append(str(error))
             return
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        with written_together(self, self.stacks.names, replaced=assign):
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _check_entries(self, name: str, state: dict[str, Any], prefix: str, assign: bool) -> None:
         """Quantize a dense stack of a ``state_dict``; refuse codes or scales without the other."""

@@ -14,7 +14,7 @@ from fp8kit.modules import expert_stacks, layer_options, refusals
 from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.expert_stacks import ExpertStacks
 from fp8kit.modules.expert_tensors import ExpertTensors
-from fp8kit.modules.parameters import empty_tensors, frozen
+from fp8kit.modules.parameters import empty_tensors, frozen, written_together
 from fp8kit.moe.activation import Activation
 from fp8kit.moe.arguments import check_activation, check_rows, flat_routes, stacked_scale
 from fp8kit.moe.functional import experts
@@ -317,15 +317,16 @@ class Fp8Experts(ExpertTensors):
         slots, ids, device = expert_stacks.slots_of(placement), self.num_ids, self.down_proj.device
         homes = list(range(ids)) if self.expert_map is None else self.expert_map[:, 0].tolist()
         source = torch.tensor(expert_stacks.placed_rows(slots, homes), device=device)
-        for name, held in list(self._parameters.items()):
-            if held is not None and not name.endswith("_input_scale"):
-                self._refill(name, held, source)
-        self.num_experts = len(slots)
         table = torch.tensor(expert_stacks.expert_table(slots, ids), device=device)
-        if self.expert_map is not None and self.expert_map.shape == table.shape:
-            self.expert_map.copy_(table)
-        else:
-            self.expert_map = table
+        with written_together(self, self.stacks.names):
+            for name, held in list(self._parameters.items()):
+                if held is not None and not name.endswith("_input_scale"):
+                    self._refill(name, held, source)
+            self.num_experts = len(slots)
+            if self.expert_map is not None and self.expert_map.shape == table.shape:
+                self.expert_map.copy_(table)
+            else:
+                self.expert_map = table
 
     def _refill(self, name: str, held: nn.Parameter, source: Tensor) -> None:
         raw = held.detach().view(torch.uint8) if held.element_size() == 1 else held.detach()

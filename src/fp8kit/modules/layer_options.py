@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.errors import InvalidValue, UnsupportedError, check_choice, check_switch
-from fp8kit.formats import Scheme, scale_shape
+from fp8kit.formats import Scheme, stack_scale_shape
 from fp8kit.ops import validation
 from fp8kit.runtime.replay_cache import Options
 
 if TYPE_CHECKING:
+    from fp8kit.modules.expert_tensors import ExpertTensors
     from fp8kit.modules.linear import Fp8Linear
 
 NAMES = ("accum", "batch_invariant", "out_dtype", "scale_ub")
+CHECKED = ("scheme", "input_scale", *NAMES)
 
 
 def checked(layer: Fp8Linear, name: str, value: Any) -> Any:
@@ -24,11 +26,14 @@ def checked(layer: Fp8Linear, name: str, value: Any) -> Any:
 
     Raises ``TypeError`` for an ``out_dtype`` that results cannot have, and a ``batch_invariant``
     that is no bool. Raises ``ValueError`` for an unknown ``accum``; for a ``scale_ub`` that is not
-    positive and finite, or under a scheme without dynamic activation scales; and for a scheme that
-    is unknown or reads other codes or scales than the layer holds.
+    positive and finite, or under a scheme without dynamic activation scales; for an input scale
+    that the scheme does not use, or lacks; and for a scheme that is unknown or reads other codes or
+    scales than the layer holds.
     """
     if name == "scheme":
-        return _checked_scheme(layer, value)
+        return checked_scheme(layer, value)
+    if name == "input_scale":
+        return _checked_input_scale(layer, value)
     if name == "out_dtype" and value is not None:
         validation.check_out_dtype(value)
     if name == "batch_invariant":
@@ -56,20 +61,38 @@ def checked(layer: Fp8Linear, name: str, value: Any) -> Any:
     return bound
 
 
-def _checked_scheme(layer: Fp8Linear, value: Any) -> Scheme:
+def checked_scheme(
+    layer: Fp8Linear | ExpertTensors, value: Any, name: str = "weight", fixed: str = "input_scale"
+) -> Scheme:
+    """Return a scheme by its name, or itself; refuse one that reads other codes or scales.
+
+    ``name`` is that of the codes, ``fixed`` that of the input scale.
+    """
     scheme, held = Scheme.of(value), layer._parameters
-    codes, scale = held.get("weight"), held.get("weight_scale")
+    codes, scale = held.get(name), held.get(f"{name}_scale")
     if codes is None or scale is None:  # a new layer, or a parametrized weight
         return scheme
-    static, rebased = held.get("input_scale") is not None, "weight_exponents" in held
-    wanted = (scheme.dtype, scale_shape(codes.shape, scheme.weight), scheme.static, scheme.rebased)
+    static, rebased = held.get(fixed) is not None, f"{name}_exponents" in held
+    scales = stack_scale_shape(codes.shape, scheme.weight)
+    wanted = (scheme.dtype, scales, scheme.static, scheme.rebased)
     if (codes.dtype, scale.shape, static, rebased) != wanted:
         raise InvalidValue(
             f"Got scheme {scheme} for a layer that holds codes and scales of {layer.scheme}.",
             "A scheme says how they are read; setting one quantizes nothing.",
-            "Quantize again: Fp8Linear.from_linear(layer.to_linear(), scheme).",
+            "Quantize again: Fp8Linear.from_linear(layer.to_linear(), scheme), or of experts "
+            "Fp8Experts.from_dense with the dense stacks.",
         )
     return scheme
+
+
+def _checked_input_scale(layer: Fp8Linear, value: Any) -> Any:
+    if (value is not None) != layer.scheme.static:
+        raise InvalidValue(
+            f"Got input_scale={value!r:.80} for a layer of scheme {layer.scheme}.",
+            "Layers of a static scheme, such as FP8, have one; others scale each input anew.",
+            "Make the layer with it: Fp8Linear.from_quantized(q, scheme='FP8', input_scale=...).",
+        )
+    return value
 
 
 def check_new(

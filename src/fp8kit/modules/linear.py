@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fp8kit.errors import CheckpointError
 from fp8kit.formats import FP8_FORMATS, GroupShape, QTensor, Scheme, check_scale
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import dense, layer_options, refusals
@@ -33,6 +32,7 @@ from fp8kit.modules.parameters import (
     empty_tensors,
     frozen,
     shallow_copied,
+    written_together,
 )
 from fp8kit.modules.pending import check_written
 from fp8kit.modules.tracing import traced
@@ -116,10 +116,9 @@ class Fp8Linear(nn.Linear):
         self.register_parameter("bias", None)
         for name, tensor in empty_tensors((out_features, in_features), self.scheme, device).items():
             setattr(self, name, frozen(tensor))
+        self.register_parameter("input_scale", None)
         if self.scheme.static:
             self.input_scale = frozen(torch.empty(1, 1, dtype=torch.float32, device=device))
-        else:
-            self.register_parameter("input_scale", None)
         if bias:
             self.bias = frozen(torch.empty(out_features, dtype=self.compute_dtype, device=device))
 
@@ -224,12 +223,13 @@ class Fp8Linear(nn.Linear):
     def check_input(self, x: Tensor) -> None:
         """Raise a ``TypeError`` or ``ValueError`` that says why the layer cannot take ``x``."""
         # operands() because self.bias would run __getattr__, and torch.compile guards each step
-        codes, scale, bias, *_ = self.operands()
+        codes, scale, bias, fixed, _ = self.operands()
         try:
             validation.check_codes("the weight of an Fp8Linear", codes.dtype, self.scheme)
             validation.check_layer_input(x, codes.dtype)
             validation.check_operands(x, codes, bias, self.accum)
             check_scale(scale, codes.shape, self.scheme.weight, codes.device)
+            scale_validation.check_input_scale(fixed, x.shape, x.device)
         except (TypeError, ValueError) as error:
             if not self.qualified_name:
                 raise
@@ -324,7 +324,7 @@ class Fp8Linear(nn.Linear):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Check and combine the options when one is set, which saves the work at every call."""
-        if name != "scheme" and name not in layer_options.NAMES:
+        if name not in layer_options.CHECKED:
             super().__setattr__(name, value)
             return
         super().__setattr__(name, layer_options.checked(self, name, value))
@@ -421,10 +421,10 @@ class Fp8Linear(nn.Linear):
     ) -> None:
         """Accept FP8 codes with scales, or a dense weight, which is quantized into place."""
         try:
-            # with assign=True the layer takes the checkpoint's device: it may be on meta now
             assign = local_metadata.get("assign_to_params_buffers", False)
             state_dict = quantized_entries(self, state_dict, prefix, assign)
-        except (CheckpointError, TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
             rest[-1].append(str(error))  # torch's list of error messages
             return
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        with written_together(self, ("weight",), replaced=assign):
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)

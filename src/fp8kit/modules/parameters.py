@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import FP8_FORMATS, MX, Scheme, scale_dtype, scale_shape, stack_scale_shape
 from fp8kit.runtime.replay_cache import ReplayCache
-from fp8kit.runtime.weight_hazards import invalidate
+from fp8kit.runtime.weight_hazards import UNCOUNTED, invalidate, version
 
 _BYTES = {1: torch.uint8, 4: torch.int32}
+_E8M0_NAN = 255
+_KINDS = ("", "_scale", "_scale_inv", "_exponents")  # of one weight; vLLM's blocks have the third
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
@@ -69,6 +72,42 @@ def moved(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Paramet
         invalidate(parameter)  # the new memory may have the address of the old
         return parameter
     return frozen(view)
+
+
+@contextmanager
+def written_together(
+    module: nn.Module, names: Iterable[str], *, replaced: bool = False, expert: int | None = None
+) -> Iterator[None]:
+    """Write codes and scales in a block; if it raises and has written some, scales become NaN.
+
+    An interrupt may leave new codes under old scales. Such a layer then computes NaN, in captured
+    graphs too, until its weight is loaded again. ``names`` are those of the codes. ``replaced`` if
+    the block assigns new Parameters; their memory, and that of the old, may be the caller's.
+    ``expert`` if it writes only this one of a stack.
+    """
+    keys = [f"{name}{kind}" for name in names for kind in _KINDS]
+    before = _written(module, keys)
+    try:
+        yield
+    except BaseException:
+        if before is not None and before == _written(module, keys):
+            raise
+        for key in keys:
+            held = module._parameters.get(key)
+            if held is None or held.dtype in FP8_FORMATS:
+                continue
+            if replaced:
+                module._parameters[key] = held = frozen(torch.empty_like(held))
+            rows = held.detach() if expert is None else held.detach()[expert]
+            rows.fill_(_E8M0_NAN if held.dtype == torch.uint8 else torch.nan)
+        raise
+
+
+def _written(module: nn.Module, keys: list[str]) -> list[tuple[int, int]] | None:
+    """Return which Parameters a module holds, with their versions; ``None`` if one is uncounted."""
+    held = [module._parameters.get(key) for key in keys]
+    found = [(id(p), 0 if p is None else version(p)) for p in held]
+    return None if any(count == UNCOUNTED for _, count in found) else found
 
 
 def apply_without_casts(

@@ -90,8 +90,7 @@ def check_layer(x: Tensor, first: Weight, second: Weight, activation: Activation
         _check_device(f"w{name}", q.data, x)
         if bias is not None:
             validation.check_operand(f"bias{name}", bias, (q.shape[0], q.shape[1]), x, None)
-        if input_scale is not None:
-            scale_validation.check_input_scale(input_scale, x.shape, x.device)
+        scale_validation.check_input_scale(input_scale, x.shape, x.device)
 
 
 def check_routes(x: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None) -> None:

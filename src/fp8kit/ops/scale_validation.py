@@ -64,12 +64,14 @@ def check_static_options(
 
 
 def check_input_scale(
-    scale: Tensor, shape: Sequence[int], device: torch.device, *, wait: bool = False
+    scale: Tensor | None, shape: Sequence[int], device: torch.device, *, wait: bool = False
 ) -> None:
     """Refuse an input scale that is not one positive finite number on a device.
 
-    With ``wait`` a value on a GPU is read, too, which synchronizes with it.
+    With ``wait`` a value on a GPU is read, too, which synchronizes with it. ``None`` passes.
     """
+    if scale is None:
+        return
     check_scale(scale, shape, TENSOR, device)
     if _can_read(scale, wait) and not 0 < (value := scale.item()) < torch.inf:
         raise InvalidValue(

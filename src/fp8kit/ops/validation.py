@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fp8kit.errors import (
     InvalidType,
@@ -142,6 +143,7 @@ def check_tensor(name: str, x: object) -> None:
             f"Pass each tensor of {name}.unbind(); Fp8Linear takes layout=torch.jagged as it is.",
         )
     check_local(name, x)
+    check_decoded(name, x)
     if x.layout != torch.strided:
         raise InvalidType(
             f"Got {name} in the layout {x.layout}.",
@@ -159,6 +161,23 @@ def check_local(name: str, x: Tensor) -> None:
             f"Pass {name}.to_local() where rows are whole, else {name}.full_tensor(). What "
             "fully_shard has split is whole in a call of the module that it wrapped, and after "
             "that module's unshard().",
+        )
+
+
+def check_decoded(name: str, tensor: Tensor) -> None:
+    """Refuse a quantized tensor of torchao or quanto, whose dtype is that of its numbers.
+
+    Those of Transformer Engine pass: they decode themselves wherever they are computed with.
+    """
+    kind = type(tensor)
+    if kind is Tensor or kind is Parameter:
+        return
+    library = kind.__module__.partition(".")[0]
+    if library in ("torchao", "optimum") and kind.dequantize is not Tensor.dequantize:
+        raise InvalidType(
+            f"{name} is a {kind.__name__} of {library}.",
+            "FP8 is made from plain tensors, or from codes beside their scales.",
+            "Pass its .dequantize(); or load the file by fp8kit.load, if it is safetensors.",
         )
 
 
@@ -239,14 +258,15 @@ def check_precision(dtype: object) -> None:
 def check_rounding(rounding: str | None, group: GroupShape) -> str:
     """Return the scale rounding or its default; refuse one that the granularity does not have."""
     legal = ("up", "floor") if group == MX else ("exact", "up")
-    rounding = "up" if rounding == "ceil" else rounding
-    if rounding is not None and rounding not in legal:
+    if rounding is None:
+        return legal[0]
+    if not isinstance(rounding, str) or rounding not in (*legal, "ceil"):
         raise InvalidValue(
-            f"Got scale_rounding={rounding!r} for {group} groups.",
+            f"Got scale_rounding={rounding!r:.80} for {group} groups.",
             f"They take {legal[0]!r} or {legal[1]!r}.",
             "Pass one of these, or leave it out.",
         )
-    return rounding or legal[0]
+    return "up" if rounding == "ceil" else rounding
 
 
 def check_layout(layout: object, group: GroupShape) -> None:
@@ -314,6 +334,7 @@ def check_operands(x: Tensor, w: Tensor, bias: Tensor | None, accum: str) -> Non
         )
     if bias is not None:
         check_strided("a bias", bias)
+        check_decoded("The bias", bias)
     if bias is not None and (tuple(bias.shape) != (w.shape[0],) or bias.dtype not in FLOATS):
         raise InvalidValue(
             f"Got a bias of shape {tuple(bias.shape)} and dtype {bias.dtype}.",

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8kit.dispatch.device import capability
-from fp8kit.errors import InvalidType, InvalidValue
-from fp8kit.formats import GROUP128, GroupShape, check_shape, scale_dtype, scale_shape
+from fp8kit.errors import InvalidType, InvalidValue, check_shape
+from fp8kit.formats import GROUP128, GroupShape, scale_dtype, scale_shape
 
 LAYOUTS = ("row", "column")
 _MULTIPLE = 4  # rows: 16 bytes of ``float32``

@@ -31,6 +31,7 @@ from fp8kit.formats import BLOCK, FP8_FORMATS, MX, ROW, GroupShape, QTensor, Sch
 from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.parameters import written_together
 from fp8kit.quantizers.rebase import restore
 
 _SHOWN = 20
@@ -80,6 +81,7 @@ class Placement:
         self._stacks = StackPlacement(model, self._place, self._kept)
         self._roles = self._stacks.roles() | self._roles
         self._arrived: set[str] = set()
+        self._dense: dict[str, torch.dtype] = {}  # layers whose weight came in high precision
         self._waiting: dict[str, dict[str, Tensor]] = {}
         self._partial = Partials(shapes)
         # tensor of the model -> name that filled it, tensor there now; tied names share an entry
@@ -113,6 +115,8 @@ class Placement:
         self._arrived.add(name)
         fp8 = tensor.dtype in FP8_FORMATS
         stacked = self._stacks.home(route) is not None
+        if kind == "weight" and not fp8:
+            self._dense[layer] = tensor.dtype
         if not (fp8 or stacked) and name in self.shapes and self._fp8_layer(route) is None:
             self._write(route, name.rpartition(".")[2], tensor)
         elif fp8 or kind in ("weight", *SCALES, _EXPONENTS):
@@ -181,8 +185,8 @@ class Placement:
 
     def _missing(self, layer: str, source: dict[str, Tensor]) -> str:
         """Name what a weight waits for; empty if it is complete."""
-        weight, numbers = source.get("weight"), self._numbers(layer)
-        if weight is None or weight.dtype in FP8_FORMATS:
+        numbers = self._numbers(layer)
+        if layer not in self._dense:
             static = numbers is not None and numbers[0].static
             known, kinds = self._layers.get(layer), SCALES if static else SCALES[:1]
             names = known.tensors if known else {k: named(layer, k) for k in ("weight", *kinds)}
@@ -190,11 +194,12 @@ class Placement:
             if scale is not None and scale.dtype != torch.uint8 and numbers and numbers[1] == MX:
                 names[_EXPONENTS] = named(layer, _EXPONENTS)  # an MX weight that was rebased
             return " and ".join(name for kind, name in names.items() if kind not in source)
-        if "weight_scale" in source:
+        if beside := [kind for kind in (*SCALES, _EXPONENTS) if kind in source]:
             raise CheckpointError(
-                f"{named(layer, 'weight')} is {weight.dtype} and comes with a scale.",
-                "A dense weight has no scale.",
-                "Drop the scale, or pass the FP8 weight it belongs to.",
+                f"{named(layer, 'weight')} is {self._dense[layer]} and comes with {beside[0]}.",
+                "A dense weight has no scale, and FP8 codes that were cast are no weight.",
+                "Drop the scale of a dense weight, or pass the codes as they were: of a state_dict "
+                "that .half() or .to(dtype) has cast, the one before the cast.",
             )
         return ""
 
@@ -295,9 +300,10 @@ class Placement:
                 layer.original_weight.copy_(value)
                 layer.keep(layer.original_weight)  # in its dtype it may have other codes
             found = stored_tensors(q, layer.scheme, layer=name)
-        for kind, tensor in found.items():
-            self._set(layer, kind, tensor, named(name, kind), fresh=isinstance(value, Tensor))
-            self.placed.add(named(name, kind))
+        with written_together(layer, ("weight",)):
+            for kind, tensor in found.items():
+                self._set(layer, kind, tensor, named(name, kind), fresh=isinstance(value, Tensor))
+                self.placed.add(named(name, kind))
 
     def _write(self, route: Route, kind: str, value: Tensor) -> None:
         """Fill a tensor in high precision, or those of its rows that have arrived."""

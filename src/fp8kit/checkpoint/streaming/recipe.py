@@ -57,9 +57,11 @@ class Recipe:
                 "fp8kit.convert(model, calibrate=...), then fp8kit.save.",
             )
         dialect_for(self.target, scheme)
-        if self.dtype is not None and self.dtype not in FLOATS:
+        if self.dtype is not None and not (
+            isinstance(self.dtype, torch.dtype) and self.dtype in FLOATS
+        ):
             raise InvalidValue(
-                f"Got dtype {self.dtype} for what stays in high precision.",
+                f"Got dtype {self.dtype!s:.80} for what stays in high precision.",
                 f"It must be one of {', '.join(str(d) for d in FLOATS)}.",
                 "Pass one of these, or None to keep what is on disk.",
             )
