@@ -344,6 +344,7 @@ def launches_of(layer: fp8kit.Fp8Experts, x: Tensor, most: int) -> list[list[str
     return above_launches(lambda: layer(x, *routes), launch_from("moe"), most)
 
 
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # Triton 3.6
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_few_frames_lie_between_experts_and_their_first_launch(
     monkeypatch: pytest.MonkeyPatch,
