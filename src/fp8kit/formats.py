@@ -192,7 +192,7 @@ def min_scale(group: GroupShape, dtype: torch.dtype, role: str) -> float:
     Per-token activations use ``1 / (fp8_max * 512)``, as vLLM and FBGEMM do. All others use the far
     lower ``1e-10 / fp8_max``, because weights can be small and must not be coarsened.
     """
-    check_choice("role", role, ("activation", "weight"), "Pass one of these words.")
+    check_choice("role", role, ("activation", "weight"))
     largest = fp8_format(dtype).max
     return 1 / (largest * 512) if group == ROW and role == "activation" else 1e-10 / largest
 

@@ -201,7 +201,7 @@ class ExpertTensors(nn.Module):
             state_dict = dict(state_dict)
             for name in self.stacks.names:
                 self._check_entries(name, state_dict, prefix, assign)
-        except (CheckpointError, TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
             rest[-1].append(str(error))
             return
         with written_together(self, self.stacks.names, replaced=assign):
