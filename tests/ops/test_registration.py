@@ -1,4 +1,4 @@
-"""Registered operators repeat recordings before torch's autograd kernel, and Dynamo stays out."""
+"""Registered operators repeat recordings before torch's dispatcher, and Dynamo stays out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from recorded_calls import CpuBackends, install
 
 X = torch.randn(3, 128).bfloat16()
 WEIGHT = torch.randn(64, 128)
-CODES_FORMAT = (None, [1, -1], torch.float8_e4m3fn, 1e-12, None, "exact")
+E4M3 = torch.float8_e4m3fn
+CODES_FORMAT = (None, [1, -1], E4M3, 1e-12, None, "exact")
 OPS = torch.ops.fp8kit
 
 
@@ -38,24 +39,26 @@ def calls() -> dict[str, Callable[[Tensor], Any]]:
     w13 = fp8kit.quantize(torch.randn(2, 128, 128), role="weight")
     w2, probabilities = fp8kit.quantize(torch.randn(2, 128, 64), role="weight"), torch.ones(3, 1)
     return {
-        "quantize": lambda x: OPS.quantize(x, [1, -1], torch.float8_e4m3fn, 1e-12, None, "exact"),
-        "quantize_static": lambda x: OPS.quantize_static(x, static, [1, -1], torch.float8_e4m3fn),
-        "linear": lambda x: OPS.linear(
+        "quantize": lambda x: OPS.quantize.default(x, groups[0], E4M3, 1e-12, None, "exact"),
+        "quantize_static": lambda x: OPS.quantize_static.default(x, static, groups[0], E4M3),
+        "linear": lambda x: OPS.linear.default(
             x, w.data, w.scale, None, None, None, *groups, "exact", "precise", False, None
         ),
-        "joined_linear": lambda x: OPS.joined_linear(
+        "joined_linear": lambda x: OPS.joined_linear.default(
             x, *halves, *groups, "exact", "precise", False, None
         ),
-        "scaled_mm": lambda _: OPS.scaled_mm(
+        "scaled_mm": lambda _: OPS.scaled_mm.default(
             x_q.data, x_q.scale, w.data, w.scale, None, *groups,
             torch.bfloat16, "precise", False, None,
         ),
-        "experts": lambda x: OPS.experts(
+        "experts": lambda x: OPS.experts.default(
             x, ids, probabilities, w13.data, w13.scale, None, None, w2.data, w2.scale, None, None,
             None, *groups, "exact", *fp8kit.moe.Activation().words(), False, False, None,
         ),
-        "activation_quantize": lambda x: OPS.activation_quantize(x, None, "silu", *CODES_FORMAT),
-        "rms_norm_quantize": lambda x: OPS.rms_norm_quantize(
+        "activation_quantize": lambda x: OPS.activation_quantize.default(
+            x, None, "silu", *CODES_FORMAT
+        ),
+        "rms_norm_quantize": lambda x: OPS.rms_norm_quantize.default(
             x, None, norm, 1e-6, 0.0, "stepwise", *CODES_FORMAT
         ),
     }  # fmt: skip
@@ -83,7 +86,7 @@ def flat(result: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", list(calls()))
-def test_recordings_are_repeated_before_autograd(name: str, cpu_backends: CpuBackends) -> None:
+def test_recordings_are_repeated_before_dispatch(name: str, cpu_backends: CpuBackends) -> None:
     call = calls()[name]
     wanted, autograds = call(X), 0
     for turn in range(4):
@@ -110,6 +113,21 @@ def test_modes_see_an_operator_that_was_recorded(cpu_backends: CpuBackends) -> N
     with Mode():
         call(X)
     assert "fp8kit.linear.default" in seen
+
+
+def test_autocast_and_names_of_arguments_reach_the_dispatcher(cpu_backends: CpuBackends) -> None:
+    call = calls()["quantize"]
+    wanted = call(X)
+    for _ in range(3):
+        call(X)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert any(f.endswith("torch/_library/autograd.py") for f in files_run(lambda: call(X)))
+    named = OPS.quantize.default(
+        x=X, group=[1, -1], dtype=E4M3, min_scale=1e-12, scale_ub=None,
+        scale_rounding="exact",
+    )  # fmt: skip
+    for mine, true in zip(named, wanted, strict=True):
+        assert_bits_equal(mine, true)
 
 
 def test_a_recorded_operator_has_gradients(cpu_backends: CpuBackends) -> None:
@@ -144,7 +162,7 @@ def test_dynamo_stays_out_of_kernels(recorded: bool, monkeypatch: pytest.MonkeyP
 
     @torch.compiler.disable(recursive=False)
     def behind_a_break(x: Tensor) -> Tensor:
-        y: Tensor = OPS.quantize(x, [1, -1], torch.float8_e4m3fn, 1e-12, None, "exact")[0]
+        y: Tensor = OPS.quantize.default(x, [1, -1], E4M3, 1e-12, None, "exact")[0]
         return y
 
     @torch.compile(backend=counter)

@@ -20,7 +20,7 @@ from fp8kit.dispatch.backends import require
 from fp8kit.formats import GroupShape
 from fp8kit.fused import reference
 from fp8kit.fused.problem import FUSED_BACKENDS, CodesFormat, FusedBackend, FusedProblem
-from fp8kit.ops.registration import refuse_backward, register, replay_before_autograd
+from fp8kit.ops.registration import refuse_backward, register, replay_before_dispatch
 from fp8kit.quantizers.scale_layout import empty_scale
 from fp8kit.runtime.replay_cache import Operator, Replayed
 
@@ -151,7 +151,7 @@ for _schema, _impl, _fake in (
         "Its result is FP8 codes, which have none.",
         "Use the unfused norm or activation and fp8kit.linear, or wrap it in torch.no_grad().",
     )
-    replay_before_autograd(_name, _body.replay)
+    replay_before_dispatch(_name, _body.replay)
 
 
 def rms_normed(

@@ -33,7 +33,7 @@ from fp8kit.ops.registration import (
     refuse_backward,
     register,
     register_backward,
-    replay_before_autograd,
+    replay_before_dispatch,
 )
 from fp8kit.runtime.replay_cache import Call, Operator, ReplayedOnWeight, hashable
 
@@ -173,7 +173,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 register_backward(EXPERTS, _backward, _save)
-replay_before_autograd(EXPERTS, _experts.replay)
+replay_before_dispatch(EXPERTS, _experts.replay)
 for _op in (EXPERTS_BACKWARD, GROUPED_SCALED_MM):
     refuse_backward(
         _op,

@@ -50,16 +50,36 @@ def refuse_backward(name: str, *said: str) -> None:
     register_backward(name, backward)
 
 
-def replay_before_autograd(name: str, replay: Callable[..., Any]) -> None:
-    """Repeat recorded launches before torch's autograd kernel, whose Python takes longer than they.
+def replay_before_dispatch(name: str, replay: Callable[..., Any]) -> None:
+    """Repeat recorded launches before torch's dispatcher, which takes as long as they do.
 
-    ``replay`` has the arguments of the operator ``name``. It returns ``None`` where no recording
-    fits, which includes all that needs the kernel: gradients, modes, tracers and subclasses. It is
-    for operators whose autograd rule is registered already.
+    Compiled graphs call the overload of the operator ``name``. ``replay`` has its arguments. It
+    returns ``None`` where no recording fits, which includes all that needs the dispatcher:
+    gradients, autocast, modes, tracers, transforms and subclasses.
     """
-    for key in ("AutogradCPU", "AutogradCUDA"):
-        own = torch.library.get_kernel(name, key)
-        library.impl(name, _untraced(_replaying(replay, own)), key, with_keyset=True)
+    overload = getattr(torch.ops.fp8kit, name.removeprefix("fp8kit::")).default
+    overload._op = _untraced(_Replaying(replay, overload))
+
+
+class _Replaying:
+    """Stands for the dispatcher's entry of an overload."""
+
+    __slots__ = ("_defaults", "_dispatch", "_replay", "_required")
+
+    def __init__(self, replay: Callable[..., Any], overload: Any) -> None:
+        self._replay, self._dispatch = replay, overload._op
+        arguments = overload._schema.arguments
+        self._defaults = tuple(a.default_value for a in arguments if a.has_default_value())
+        self._required = len(arguments) - len(self._defaults)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs:
+            # the dispatcher omits defaults, so recordings have keys without them
+            given = args[: self._required] if args[self._required :] == self._defaults else args
+            result = self._replay(*given)
+            if result is not None:
+                return result
+        return self._dispatch(*args, **kwargs)
 
 
 def _untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,14 +90,6 @@ def _untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """
     called = kernel if isinstance(kernel, FunctionType) else type(kernel).__call__
     _frames.set_code_exec_strategy(called.__code__, _SKIP)
-    return kernel
-
-
-def _replaying(replay: Callable[..., Any], own: Any) -> Callable[..., Any]:
-    def kernel(keys: Any, *args: Any) -> Any:
-        result = replay(*args)
-        return own.call_boxed(keys, *args) if result is None else result
-
     return kernel
 
 

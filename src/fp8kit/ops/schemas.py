@@ -20,7 +20,7 @@ from fp8kit.ops.registration import (
     refuse_backward,
     register,
     register_backward,
-    replay_before_autograd,
+    replay_before_dispatch,
 )
 from fp8kit.quantizers.scale_layout import empty_scale
 from fp8kit.runtime.joined_memory import as_one
@@ -190,4 +190,4 @@ for _op, _replay in (
     (LINEAR, _linear.replay),
     (JOINED_LINEAR, ReplayedOnWeight(_joined_call).replay),
 ):
-    replay_before_autograd(_op, _replay)
+    replay_before_dispatch(_op, _replay)
