@@ -101,6 +101,17 @@ def test_of_equal_scores_the_lowest_comes_first(device: torch.device) -> None:
         assert ids.tolist() == [[0, 1, 2, 3, 4], [7, 12, 30, 0, 1]]
 
 
+def test_logits_choose_where_sigmoids_are_one(device: torch.device) -> None:
+    x = torch.tensor([[18.0, 21.0, 19.0, -0.0, 0.0, -200.0, -150.0, 20.0]], device=device)
+    how = Formula(8, "sigmoid", False, 1.0, torch.float32)
+    ids, weights = kernel.choose(x, None, how)
+    assert ids.tolist() == [[1, 7, 2, 0, 3, 4, 6, 5]]
+    assert torch.equal(top_k.choose(x, None, how._replace(top_k=4))[0], ids[:, :4])
+    torch.testing.assert_close(weights, x.sigmoid().gather(1, ids))
+    biased, _ = kernel.choose(x, torch.zeros(8, device=device), how._replace(top_k=4))
+    assert biased.tolist() == [[0, 1, 2, 7]]  # DeepSeek adds a bias to scores, which are equal
+
+
 @pytest.mark.parametrize("scoring", top_k.SCORINGS)
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("sign", [1, -1])

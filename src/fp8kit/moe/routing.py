@@ -50,7 +50,8 @@ def route(
 
     Scores are fp32. The largest ``top_k`` are chosen, of equal ones those that ``torch.topk``
     takes; the ids of the largest scores come first. Without groups, one kernel does this on NVIDIA
-    GPUs wherever it supports the call; of equal scores it takes the lowest id.
+    GPUs wherever it supports the call; of equal scores it takes the lowest id. Logits choose where
+    sigmoids have neither a bias nor groups: above 17 a sigmoid is one.
 
     Args:
         logits: float ``[M, E]``.

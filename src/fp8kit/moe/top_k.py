@@ -77,10 +77,15 @@ def choose(logits: Tensor, bias: Tensor | None, how: Formula) -> tuple[Tensor, T
     """Choose in plain torch: the definition.
 
     Logits are float ``[M, E]``; ``bias [E]`` is added to the scores for the choice only. Returns
-    ids ``int64 [M, k]``, the largest scores first, and weights of ``how.dtype``.
+    ids ``int64 [M, k]``, the largest scores first, and weights of ``how.dtype``. Without a bias
+    logits choose, not their sigmoids, as in Llama-4: above 17 a sigmoid is one.
     """
-    scores = scores_of(logits, how.scoring)
-    ids = (scores if bias is None else scores + bias.float()).topk(how.top_k, -1).indices
+    worth = scores = scores_of(logits, how.scoring)
+    if bias is not None:
+        worth = scores + bias.float()
+    elif how.scoring == "sigmoid":
+        worth = logits
+    ids = worth.topk(how.top_k, -1).indices
     return ids, weights_of(scores, ids, how)
 
 

@@ -50,7 +50,7 @@ def _score(x, top, total, SIGMOID: tl.constexpr):
 
 @triton.jit
 def _ordered(score):
-    # integers in the order of the numbers; no score is a negative zero
+    # integers in the order of the numbers, none of which is a negative zero
     bits = score.to(tl.int32, bitcast=True)
     return tl.where(score != score, _NAN, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
@@ -77,7 +77,10 @@ def _choose_kernel(
     x = widen(tl.load(x_ptr + row * stride_xm + expert, mask=expert < E, other=float("-inf")))
     top = tl.max(x, 0)
     total = 1.0 if SIGMOID else tl.sum(tl.where(expert < E, tl.exp(x - top), 0.0), 0)
-    worth = _score(x, top, total, SIGMOID)
+    if SIGMOID and bias_ptr is None:
+        worth = tl.where(x == 0.0, 0.0, x)
+    else:
+        worth = _score(x, top, total, SIGMOID)
     if bias_ptr is not None:
         worth += widen(tl.load(bias_ptr + expert, mask=expert < E, other=0.0))
     keys = (_ordered(worth).to(tl.int64) << 32) | (BLOCK_E - 1 - expert)
