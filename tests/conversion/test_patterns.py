@@ -57,6 +57,9 @@ from fp8kit.conversion.patterns import DEFAULT_EXCLUDE, matches
         "proj_out",
         "final_layer.linear",
         "layers.0.q_proj.lora_A.default",
+        "layers.0.attn.q_proj.lora_b",
+        "lora_unet_mid_block_to_q.lora_down",
+        "lora_unet_mid_block_to_q.lora_up",
     ],
 )
 def test_default_exclusions_cover(name: str) -> None:

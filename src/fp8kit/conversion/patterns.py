@@ -78,7 +78,7 @@ _PROTECTED = (
         r"img_emb|image_embedder|cond_proj|conditioning_emb|global_(proj|cond_embedder)|to_global_embed",
         "conditioning projection",
     ),
-    (r"lora_A|lora_B|lora_embedding\w*", "adapter"),
+    (r"lora_([ABab]|down|up)|lora_embedding\w*", "adapter"),
 )
 # words match whole components of a name: `scores` is no `score`
 DEFAULT_EXCLUDE: tuple[tuple[str, str], ...] = (
