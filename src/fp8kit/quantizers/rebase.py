@@ -139,11 +139,9 @@ def restore(q: QTensor, exponents: Tensor, what: str) -> QTensor:
         wide = _spread(shared, exponents.shape, q.group)
         for rows in _pieces(data):
             own = _rows(exponents, rows)
-            held = _rows(q.data, rows)
-            codes, index = _shifted(held, _rows(wide, rows) - own.int())
+            codes, index = _shifted(_rows(q.data, rows), _rows(wide, rows) - own.int())
             nan = _per_element(own == _E8M0_NAN, codes.shape[-1])
-            large = (held.view(torch.uint8) & 0x7F) > _ROUNDED
-            lost += (_loss_table(codes.device)[index] & large & ~nan).sum()
+            lost += _misfit_table(codes.device)[index].masked_fill_(nan, False).count_nonzero()
             _rows(data, rows).view(torch.uint8).copy_(codes.masked_fill_(nan, _NAN))
         if lost:
             raise InvalidValue(
@@ -282,6 +280,13 @@ def _loss_table(device: torch.device) -> Tensor:
     values = _value_table(device)
     held: Tensor = _code_table(device).view(torch.float8_e4m3fn).float().nan_to_num()
     return held.ne(values)
+
+
+@functools.cache
+def _misfit_table(device: torch.device) -> Tensor:
+    """Return which codes of a rebased weight cannot come from a group at each distance, flat."""
+    own = torch.arange(256, dtype=torch.uint8, device=device).repeat(_DOWN + _UP + 1)
+    return _loss_table(device) & ((own & 0x7F) > _ROUNDED)
 
 
 @functools.cache
