@@ -23,6 +23,14 @@ def test_scaled_operands_have_the_bits_of_the_reference(
         assert_bits_equal(scaled(q.data, q.scale, group, dtype), expected)
 
 
+@pytest.mark.parametrize("scheme", ["FP8_WEIGHT_ONLY", "MXFP8_WEIGHT_ONLY"])
+def test_codes_that_were_cast_in_a_graph_are_refused(scheme: str) -> None:
+    layer, x = fp8kit.Fp8Linear.from_linear(torch.nn.Linear(64, 64), scheme), torch.randn(2, 64)
+    graph = torch.export.export(layer, (x,)).module().bfloat16()
+    with pytest.raises(TypeError, match="bfloat16 as the dtype of FP8 codes"):
+        graph(x.bfloat16())
+
+
 @pytest.mark.parametrize("groups", [(ROW, ROW), (GROUP128, BLOCK)], ids=str)
 def test_a_cpu_that_emulates_bf16_rounds_once(groups: tuple[GroupShape, GroupShape]) -> None:
     if multiplies_bf16("cpu"):

@@ -188,6 +188,20 @@ def test_rebased_layers_move_copy_and_reload() -> None:
     assert_bits_equal(model.up.codes.detach(), state["up.weight"])
 
 
+def test_codes_that_were_changed_without_their_exponents_are_not_saved(tmp_path: Path) -> None:
+    model = Model()
+    with torch.no_grad():
+        model.up.weight[:, :64] *= 64
+    fp8kit.convert(model, "MXFP8_ROW", exclude=[])
+    model.up.weight = torch.nn.Parameter(torch.cat(model.up.weight.chunk(2, 1)[::-1], 1), False)
+    with pytest.raises(ValueError, match=r"weight of up has \d+ codes that do not fit"):
+        fp8kit.save(model, tmp_path / "a")
+    dense = model.up.to_linear().weight.detach()
+    model.up.load_state_dict({"weight": dense, "bias": model.up.bias})
+    assert_bits_equal(fp8kit.dequantize(stored_weight(model.up)), dense)
+    fp8kit.save(model, tmp_path / "b")
+
+
 def test_a_kept_dense_weight_is_followed() -> None:
     model = Model()
     fp8kit.convert(model, "MXFP8", exclude=[], weight_storage="keep")

@@ -159,7 +159,7 @@ def test_a_gpu_rebases_and_restores_to_the_bits_of_the_cpu(
     assert_bits_equal(found.exponents.cpu(), here.exponents)
     assert found.changed == here.changed > 0
     assert found.largest_change == pytest.approx(here.largest_change, rel=1e-5)
-    back, wanted = restore(found.q, found.exponents), restore(here.q, here.exponents)
+    back, wanted = (restore(x.q, x.exponents, "w") for x in (found, here))
     assert_bits_equal(back.data.cpu(), wanted.data)
     assert_bits_equal(back.scale.cpu(), wanted.scale)
 

@@ -75,7 +75,7 @@ def test_weights_keep_their_values_and_get_their_bits_back(
     assert found.changed == int(changed.sum()) < 2e-3 * exact.numel()
     step = reference.expand_scale(found.q.scale, shape, group) * 2.0**-9
     assert ((exact - held).abs() <= step / 2).all()
-    back = restore(found.q, found.exponents)
+    back = restore(found.q, found.exponents, "w")
     assert_bits_equal(back.data[~changed], q.data[~changed])
     assert_bits_equal(back.scale, q.scale)
 
@@ -92,8 +92,32 @@ def test_changes_are_counted_and_their_size_is_told() -> None:
     ratios = (held - exact).view(3, 2, 32).norm(dim=2) / exact.view(3, 2, 32).norm(dim=2)
     largest = float(ratios.square().mean(1).sqrt().max())
     assert found.largest_change == pytest.approx(largest, rel=1e-6)
-    back = restore(found.q, found.exponents)
+    back = restore(found.q, found.exponents, "w")
     assert_bits_equal(back.data[:2, :32], data[:2, :32].view(E4M3))
+
+
+def test_every_code_at_every_distance_is_restored_to_the_nearest() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(E4M3).reshape(8, 1, 32).repeat(1, 24, 1)
+    # a group of its own holds the largest code, and sets the scale of the row
+    data = torch.cat([codes, torch.full((8, 24, 32), 448.0).to(E4M3)], -1).reshape(-1, 64)
+    down = torch.arange(24).repeat(8)
+    exponents = torch.stack([160 - down, torch.full_like(down, 160)], -1).to(torch.uint8)
+    found = fp8kit.rebase(QTensor(data, exponents, MX))
+    assert (found.q.scale == 2.0**33).all()
+    back, q = restore(found.q, found.exponents, "w"), found.q
+    most = fp8kit.dequantize(QTensor(torch.full_like(data, 448.0), exponents, MX))
+    wanted = fp8kit.dequantize(q).minimum(most).maximum(-most)
+    assert_bits_equal(fp8kit.dequantize(back).nan_to_num(0), wanted.nan_to_num(0))
+
+
+@pytest.mark.parametrize("group", [ROW, BLOCK], ids=str)
+def test_codes_under_exponents_of_other_codes_are_refused(group: GroupShape) -> None:
+    weight = torch.randn(64, 128) * torch.tensor([1.0, 64.0]).repeat_interleave(64)
+    found = fp8kit.rebase(fp8kit.quantize(weight, MX, role="weight"), group)
+    halves = found.q.data.chunk(2, 1)
+    swapped = QTensor(torch.cat(halves[::-1], 1), found.q.scale, group)
+    with pytest.raises(ValueError, match=r"fc1 has \d+ codes that do not fit"):
+        restore(swapped, found.exponents, "fc1")
 
 
 def test_nan_stays_nan_and_zeros_keep_their_sign() -> None:
@@ -112,7 +136,7 @@ def test_nan_stays_nan_and_zeros_keep_their_sign() -> None:
     assert values[2, 32:].isnan().all()
     assert values[2, :32].isfinite().all()
     assert values[3].isnan().all()
-    back = restore(found.q, found.exponents)
+    back = restore(found.q, found.exponents, "w")
     assert fp8kit.dequantize(back).isnan().equal(values.isnan())
 
 

@@ -15,7 +15,7 @@ import functools
 import torch
 from torch import Tensor
 
-from fp8kit.formats import ROW, TENSOR, GroupShape
+from fp8kit.formats import ROW, TENSOR, GroupShape, fp8_format
 from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.quantizers import reference as quantizer
 
@@ -93,6 +93,7 @@ def multiplies_bf16(device_type: str) -> bool:
 
 @functools.cache
 def _table(codes: torch.dtype, dtype: torch.dtype) -> Tensor:
+    fp8_format(codes)  # an exported graph casts its codes as any parameter
     return torch.arange(256, dtype=torch.uint8).view(codes).to(dtype)
 
 

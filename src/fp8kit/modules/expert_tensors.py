@@ -99,7 +99,8 @@ class ExpertTensors(nn.Module):
     def stored(self, name: str) -> QTensor:
         """Return a stack as checkpoints hold it: a view, or the MX weights before rebasing."""
         q, exponents = self.quantized(name), self.beside(name, "exponents")
-        return q if exponents is None else restore(q, exponents.detach())
+        what = f"{name} of {type(self).__name__}"
+        return q if exponents is None else restore(q, exponents.detach(), what)
 
     def problem(self, m: int, top_k: int) -> ExpertsProblem:
         """Describe a call: ``m`` tokens with ``top_k`` experts each (see ``fp8kit.explain``)."""

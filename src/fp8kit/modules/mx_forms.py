@@ -67,7 +67,10 @@ def set_forms(
 def stored_weight(layer: Fp8Linear) -> QTensor:
     """Return a layer's weight as checkpoints hold it: a view, or the MX weight before rebasing."""
     q = layer.quantized_weight()
-    return restore(q, layer.weight_exponents.detach()) if layer.scheme.rebased else q
+    if not layer.scheme.rebased:
+        return q
+    what = f"The weight of {layer.qualified_name or 'an Fp8Linear'}"
+    return restore(q, layer.weight_exponents.detach(), what)
 
 
 def _weights(layer: Fp8Linear | ExpertTensors) -> dict[str, QTensor]:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from fp8kit.errors import InvalidType, InvalidValue, check_strided
 from fp8kit.formats import TENSOR, GroupShape, check_scale
 
+_is_transformed = torch._C._functorch.is_functorch_wrapped_tensor  # vmap has many values in one
+
 
 def check_scale_ub(scale_ub: Tensor | None, x: Tensor) -> None:
     """Refuse a bound that is not one fp32 number on the device of ``x``, positive on a CPU."""
@@ -84,4 +86,6 @@ def check_input_scale(
 def _can_read(scale: Tensor, wait: bool = False) -> bool:
     """Return whether a value can be read: not meta, not traced, and no unwanted wait for a GPU."""
     there = scale.device.type == "cpu" or (wait and not scale.is_meta)
-    return there and type(scale) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
+    if not there or torch.compiler.is_compiling():
+        return False
+    return type(scale) in (Tensor, nn.Parameter) and not _is_transformed(scale)

@@ -28,6 +28,7 @@ _NAN, _E8M0_NAN, _BIAS = 0x7F, 255, 127
 # farther down every code is zero; a single smallest step may move up this far
 _DOWN, _UP = 19, 18
 _NONE = -(2**15)  # exponent that a group without a value needs: less than any other
+_ROUNDED = 4  # magnitude of codes up to which ``rebase`` may leave more than a group could hold
 _PIECE = 2**22  # elements at a time, which bounds the temporary memory
 
 
@@ -123,22 +124,32 @@ def rebase(q: QTensor, group: GroupShape = ROW) -> Rebased:
     return Rebased(QTensor(data, powers, group), q.scale, changed, largest)
 
 
-def restore(q: QTensor, exponents: Tensor) -> QTensor:
+def restore(q: QTensor, exponents: Tensor, what: str) -> QTensor:
     """Undo ``rebase``: give groups of 32 their exponents back, and codes their bits.
 
     ``q`` is a result of ``rebase``: e4m3fn codes with powers of two as scales; ``exponents`` are
     the E8M0 bytes that it kept, ``scale_shape(q.shape, MX)``. Where ``rebase`` changed a value, the
-    restored code is the one nearest to the changed value.
+    restored code is the one nearest to the changed value. Raises ``ValueError``, which names
+    ``what``, if groups cannot hold their codes: they are of other codes.
     """
     data = torch.empty_like(q.data, memory_format=torch.contiguous_format)
     if data.numel():
+        lost = torch.zeros((), dtype=torch.int64, device=q.device)
         shared = torch.frexp(q.scale)[1] + (_BIAS - 1)
         wide = _spread(shared, exponents.shape, q.group)
         for rows in _pieces(data):
             own = _rows(exponents, rows)
-            codes = _shifted(_rows(q.data, rows), _rows(wide, rows) - own.int())[0]
+            codes, index = _shifted(_rows(q.data, rows), _rows(wide, rows) - own.int())
             nan = _per_element(own == _E8M0_NAN, codes.shape[-1])
+            lost += _misfit_table(codes.device)[index].masked_fill_(nan, False).count_nonzero()
             _rows(data, rows).view(torch.uint8).copy_(codes.masked_fill_(nan, _NAN))
+        if lost:
+            raise InvalidValue(
+                f"{what} has {int(lost)} codes that do not fit its MX exponents.",
+                "A rebased MX weight is saved under the exponents of its groups of 32, which are "
+                "those of other codes.",
+                "Change such a weight by load_state_dict of its module, which sets them too.",
+            )
     return QTensor(data, exponents, MX)
 
 
@@ -269,6 +280,13 @@ def _loss_table(device: torch.device) -> Tensor:
     values = _value_table(device)
     held: Tensor = _code_table(device).view(torch.float8_e4m3fn).float().nan_to_num()
     return held.ne(values)
+
+
+@functools.cache
+def _misfit_table(device: torch.device) -> Tensor:
+    """Return which codes of a rebased weight cannot come from a group at each distance, flat."""
+    own = torch.arange(256, dtype=torch.uint8, device=device).repeat(_DOWN + _UP + 1)
+    return _loss_table(device) & ((own & 0x7F) > _ROUNDED)
 
 
 @functools.cache

@@ -223,7 +223,8 @@ class Placement:
         if _EXPONENTS in source and scale.dtype == torch.float32:
             rows = scale_shape(weight.shape, ROW)
             group = ROW if tuple(scale.shape) == rows else BLOCK
-            weight = restore(QTensor(weight, scale, group), source[_EXPONENTS]).data
+            held, what = QTensor(weight, scale, group), named(layer, "weight")
+            weight = restore(held, source[_EXPONENTS], what).data
             scale = source[_EXPONENTS]
         return fp8_weight(named(layer, "weight_scale"), weight, scale, input_scale, numbers[1])
 

@@ -53,4 +53,4 @@ def as_mx(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 def codes_of(part: RestoredCodes, read: Callable[[TensorInfo], Tensor]) -> Tensor:
     """Return the codes that a weight had before it was rebased."""
     held = QTensor(read(part), read(part.scales), part.group)
-    return restore(held, read(part.exponents)).data
+    return restore(held, read(part.exponents), part.name).data
