@@ -91,7 +91,7 @@ DEFAULT_EXCLUDE: tuple[tuple[str, str], ...] = (
     ),
     (
         "re:((_orig_mod|module|model)\\.)*(proj_out(_\\d+)?|(all_)?final_layer.*|final_linear|"
-        "out_layer(\\..*)?|proj_to_clip_embeddings|head|output|_heads\\..*)$",
+        "last\\.linear|out_layer(\\..*)?|proj_to_clip_embeddings|head|output|_heads\\..*)$",
         "final projection",
     ),
     (
