@@ -1,4 +1,4 @@
-"""``Deferred``: fused activations that compute when a layer, or any other code, reads them."""
+"""``Deferred``: results of activations and norms that a layer, or any other code, may read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8kit
-from fp8kit.modules.deferred import Deferred
+from fp8kit.modules.deferred import DeferredActivation, DeferredNorm
 from numerics import assert_bits_equal, relative_error
 from registered_calls import RegisteredCalls
 
@@ -27,8 +27,8 @@ def layer(k: int = 256, scheme: str = "FP8_DYNAMIC") -> fp8kit.Fp8Linear:
     return fp8kit.Fp8Linear.from_linear(nn.Linear(k, 128), scheme)
 
 
-def activation(up: Tensor | None = None) -> Deferred:
-    return Deferred("gelu_tanh", RIGHT, up)
+def activation(up: Tensor | None = None) -> DeferredActivation:
+    return DeferredActivation("gelu_tanh", RIGHT, up)
 
 
 def activated(up: Tensor | None = None) -> Tensor:
@@ -47,7 +47,7 @@ def test_a_layer_computes_what_it_reads(scheme: str, up: Tensor | None) -> None:
     expected = layer(scheme=scheme)(whole(up))
     for dim in (2, -1):
         x = torch.cat([LEFT, activation(up)], dim=dim)  # type: ignore[list-item]
-        assert type(x) is Deferred
+        assert type(x) is DeferredActivation
         with RegisteredCalls() as seen:
             assert_bits_equal(layer(scheme=scheme)(x), expected)
         assert OPERATOR in seen.names
@@ -129,7 +129,7 @@ def test_columns_that_were_written_are_not_read() -> None:
 
 def test_an_input_that_was_written_is_not_read() -> None:
     gate = RIGHT.clone()
-    waiting = Deferred("silu", gate)
+    waiting = DeferredActivation("silu", gate)
     gate.zero_()
     for read in (lambda: waiting * 1, lambda: layer(192)(waiting)):
         with pytest.raises(fp8kit.UnsupportedError, match=r"was written before.*fuse='inputs'"):
@@ -139,7 +139,7 @@ def test_an_input_that_was_written_is_not_read() -> None:
 def test_gradients_flow_as_through_the_tensor() -> None:
     left, gate = LEFT.clone().requires_grad_(), RIGHT.clone().requires_grad_()
     with torch.no_grad():
-        waiting: Any = Deferred("silu", gate)
+        waiting: Any = DeferredActivation("silu", gate)
     x = torch.cat([left, waiting], dim=2)
     layer()(x).sum().backward()
     assert left.grad is not None
@@ -270,3 +270,43 @@ def test_another_gate_counts_in_graphs() -> None:
     assert_bits_equal(compiled(x), plain(x))
     fused.act.gate_fn = plain.act.gate_fn = nn.GELU()
     assert_bits_equal(compiled(x), plain(x))
+
+
+NORM_READERS: dict[str, Callable[[Any, Any], Tensor]] = {
+    "layer": lambda layer, y: layer(y),
+    "siblings": lambda layer, y: layer(y) + layer(y),
+    "break": lambda layer, y: layer((torch._dynamo.graph_break(), y)[1]),
+    "shape": lambda layer, y: layer(y).view(*y.shape[:-1], 2, -1),
+    "function": lambda layer, y: torch.relu(y) + layer(y).mean(),
+    "operator": lambda layer, y: y * 2 + layer(y).mean(),
+    "write": lambda layer, y: layer(y.mul_(2)) + layer(y),
+    "write, then layer": lambda layer, y: (y.add_(1), layer(y))[1],
+    "other scheme": lambda _, y: WEIGHT_ONLY(y),
+}
+WEIGHT_ONLY = layer(192, "FP8_WEIGHT_ONLY")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("reader", NORM_READERS)
+def test_a_norm_in_a_graph_is_read_as_codes_or_as_a_tensor(reader: str) -> None:
+    torch.compiler.reset()
+    read, alone = NORM_READERS[reader], layer(192)
+
+    def function(x: Tensor, deferred: bool) -> Tensor:
+        y: Any = x * 2
+        if deferred:
+            y = DeferredNorm(y, alone.quantize_input(y), alone.scheme)
+        return read(alone, y)
+
+    found = torch.compile(function, backend="eager")(RIGHT, True)
+    assert_bits_equal(found, function(RIGHT, False))
+
+
+@torch.no_grad()
+def test_codes_of_a_norm_are_what_layers_multiply() -> None:
+    torch.compiler.reset()
+    alone = layer(192)
+    function = torch.compile(
+        lambda x: alone(DeferredNorm(x, alone.quantize_input(2 * x), alone.scheme)), backend="eager"
+    )
+    assert_bits_equal(function(RIGHT), alone(2 * RIGHT))  # codes of other numbers, on purpose

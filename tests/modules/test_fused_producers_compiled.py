@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8kit
-from modules.test_diffusers_producers import basic, flux, ready
+from modules.test_diffusers_producers import basic, flux, ready, sd3
 from modules.test_fused_producers import build
 from numerics import assert_bits_equal, relative_error
 
@@ -38,6 +38,8 @@ class Compiled:
         return any("activation_quantize" in name for name in self.graphs[-1])
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graph.graph.eliminate_dead_code()  # as compilers do
+        graph.recompile()
         self.graphs.append([str(node.target) for node in graph.graph.nodes])
         return graph.forward
 
@@ -110,6 +112,78 @@ def test_feed_forwards_of_diffusers_write_codes_in_a_graph(device: torch.device)
     x = x[..., : block.net[0].proj.in_features]
     assert_bits_equal(compiled(x), block(x))
     assert compiled.activates
+
+
+def many_rows(build: Any, device: torch.device) -> tuple[Any, dict[str, Tensor]]:
+    """Return a converted model of diffusers, and inputs of more image tokens than are joined."""
+    model, inputs = ready(build, device)
+    fp8kit.convert(model)
+    batch, image = (1, {"hidden_states": (1, 600, 16), "img_ids": (600, 3)})
+    if build is sd3:
+        batch, image = (9, {"hidden_states": (9, 4, 16, 16)})
+    for name in ("encoder_hidden_states", "pooled_projections", "timestep"):
+        inputs[name] = inputs[name][:1].repeat(batch, *[1] * (inputs[name].dim() - 1))
+    made = {n: torch.randn(*shape, device=device).bfloat16() for n, shape in image.items()}
+    return model, inputs | made
+
+
+def norms(compiled: Compiled) -> tuple[int, int]:
+    """Return how many layer norms of all graphs write codes, and how many a tensor."""
+    names = [name for graph in compiled.graphs for name in graph]
+    codes = sum("layer_norm_quantize" in name for name in names)
+    return codes, sum("function layer_norm" in name for name in names)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("build", "fused", "plain"), [(flux, 2, 4), (sd3, 2, 6)])
+def test_adaptive_norms_write_codes_in_a_graph(
+    build: Any, fused: int, plain: int, device: torch.device
+) -> None:
+    model, inputs = many_rows(build, device)
+    compiled = Compiled(model, fullgraph=True)
+    found = compiled(**inputs, return_dict=False)[0]
+    # plain are those of few rows, before feed-forwards and at the end; tensors of codes are dropped
+    assert norms(compiled) == (fused, plain)
+    wanted = model(**inputs, return_dict=False)[0]
+    if device.type == "cpu":
+        assert_bits_equal(found, wanted)
+    assert relative_error(found, wanted) < 0.02
+
+
+@torch.no_grad()
+def test_layers_of_few_rows_are_joined_behind_an_adaptive_norm(device: torch.device) -> None:
+    model, inputs = ready(flux, device)
+    fp8kit.convert(model)
+    compiled = Compiled(model, fullgraph=True)
+    compiled(**inputs, return_dict=False)
+    assert norms(compiled) == (0, 6)
+    assert any("joined_linear" in name for name in compiled.graphs[-1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["reader", "hook", "adapter", "autocast", "grad"])
+def test_what_else_reads_an_adaptive_norm_gets_its_result(way: str, device: torch.device) -> None:
+    model, inputs = many_rows(flux, device)
+    block = model.single_transformer_blocks[0]
+    attend = type(block.attn).forward
+
+    def between(hidden_states: Any, **kwargs: Any) -> Any:
+        return attend(block.attn, hidden_states * 2, **kwargs)
+
+    if way == "reader":
+        block.attn.forward = between
+    if way == "hook":
+        block.attn.to_k.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    if way == "adapter":
+        block.attn.to_k = nn.Sequential(block.attn.to_k)
+    compiled = Compiled(model)
+    with torch.autocast(device.type, torch.bfloat16, enabled=way == "autocast"):
+        with torch.set_grad_enabled(way == "grad"):
+            found = compiled(**inputs, return_dict=False)[0]
+            wanted = model(**inputs, return_dict=False)[0]
+    assert relative_error(found, wanted) < 0.02
+    # of the other block
+    assert norms(compiled)[0] == (way not in ("autocast", "grad"))
 
 
 def with_gradients(mlp: Any) -> None:

@@ -1,9 +1,11 @@
-"""Activations that the layer behind them computes: alone, or concatenated behind other columns.
+"""Results that FP8 layers read as codes, and all other readers as the tensor.
 
-``FusedActivation`` returns a ``Deferred`` in place of its result. An FP8 layer that reads it
-activates and quantizes in one pass. Blocks of diffusers concatenate attention and activation first:
-``torch.cat`` of a tensor and a ``Deferred`` is a ``Deferred``, too. Any other reader gets the
-computed tensor, so a ``Deferred`` may leave a graph that breaks, unlike a fused norm's stand-in.
+``FusedActivation`` returns a ``DeferredActivation`` in place of its result. An FP8 layer that reads
+it activates and quantizes in one pass. Blocks of diffusers concatenate attention and activation
+first: ``torch.cat`` of a tensor and a ``DeferredActivation`` is another one. In graphs, norms
+return a ``DeferredNorm``, whose tensor is never computed if layers alone read it. As any other
+reader gets the tensor, a ``Deferred`` may leave a graph that breaks, unlike a fused norm's
+stand-in.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from fp8kit.fused import reference
 from fp8kit.modules.activation_formula import activation_codes
 from fp8kit.modules.codes_calls import takes_codes
 from fp8kit.modules.parameters import any_trained
-from fp8kit.ops.operators import CodesCall
+from fp8kit.ops.operators import CodesCall, RowCodes
 from fp8kit.runtime.weight_hazards import UNCOUNTED, version
 
 if TYPE_CHECKING:
@@ -28,13 +30,53 @@ if TYPE_CHECKING:
 
 
 class Deferred:
-    """Stands for ``act(gate) * up``, or ``act(gate)``, until something reads it.
+    """Stands for a tensor until something reads it.
 
-    Arguments are as in ``activation_codes``. ``width`` is the number of columns. ``made`` is the
-    computed tensor, once a reader has asked for it; from then on it is used, and may be written to.
+    ``width`` is the number of columns. ``made`` is the tensor, once a reader has asked for it; from
+    then on it is used, and may be written to.
     """
 
     made: Tensor | None = None
+    device: torch.device
+    width: int
+
+    def compute(self) -> Tensor:
+        """Return the tensor; called once."""
+        raise NotImplementedError
+
+    def codes(self, scheme: Scheme) -> CodesCall | RowCodes | None:
+        """Return the codes that layers of a scheme read, ``None`` if there are none for them."""
+        raise NotImplementedError
+
+    def tensor(self) -> Tensor:
+        """Return the tensor that this stands for, computing it once."""
+        if self.made is None:
+            self.made = self.compute()
+        return self.made
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle the computed tensor."""
+        return _computed, (self.tensor(),)
+
+    def __getattr__(self, name: str) -> Any:
+        """Fall back to the computed tensor for its attributes."""
+        if name.startswith("__"):  # copy and pickle look for hooks, which must be this object's
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Concatenate without computing; call any other function of torch with the tensor."""
+        kwargs = kwargs or {}
+        if function is torch.cat and (joined := _concatenated(*args, **kwargs)) is not None:
+            return joined
+        return function(*map(_computed, args), **{n: _computed(v) for n, v in kwargs.items()})
+
+
+class DeferredActivation(Deferred):
+    """Stands for ``act(gate) * up``, or ``act(gate)``; arguments as in ``activation_codes``."""
 
     def __init__(
         self, kind: str, gate: Tensor, up: Tensor | None = None, left: Tensor | None = None
@@ -58,38 +100,37 @@ class Deferred:
                     )
         return self._operands
 
-    def tensor(self) -> Tensor:
-        """Return the tensor that this stands for, computing it once."""
-        if self.made is None:
-            gate, up, left = self.operands()
-            y = reference.activated(self.kind, gate, up)
-            self.made = y if left is None else torch.cat((left, y), -1)
-        return self.made
+    def compute(self) -> Tensor:
+        """Return the activation, concatenated with ``left``."""
+        gate, up, left = self.operands()
+        y = reference.activated(self.kind, gate, up)
+        return y if left is None else torch.cat((left, y), -1)
 
     def codes(self, scheme: Scheme) -> CodesCall:
         """Return the call that computes the codes which layers of a scheme read."""
         gate, up, left = self.operands()
         return activation_codes(self.kind, gate, up, scheme, left)
 
-    def __reduce__(self) -> Any:
-        """Copy and pickle the computed tensor."""
-        return _computed, (self.tensor(),)
 
-    def __getattr__(self, name: str) -> Any:
-        """Fall back to the computed tensor for its attributes."""
-        if name.startswith("__"):  # copy and pickle look for hooks, which must be this object's
-            raise AttributeError(name)
-        return getattr(self.tensor(), name)
+class DeferredNorm(Deferred):
+    """Stands for the result ``y`` of a norm in a graph, beside its codes for layers of a scheme.
 
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Concatenate without computing; call any other function of torch with the tensor."""
-        kwargs = kwargs or {}
-        if function is torch.cat and (joined := _concatenated(*args, **kwargs)) is not None:
-            return joined
-        return function(*map(_computed, args), **{n: _computed(v) for n, v in kwargs.items()})
+    What nothing reads, the compiler drops: ``y`` if only such layers do.
+    """
+
+    def __init__(self, y: Tensor, codes: RowCodes, scheme: Scheme) -> None:
+        # what code asks before it multiplies; any other attribute counts as a reader
+        self.shape, self.ndim, self.dtype, self.device = y.shape, y.ndim, y.dtype, y.device
+        self.width = y.shape[-1]
+        self._y, self._codes, self._scheme = y, codes, scheme
+
+    def compute(self) -> Tensor:
+        """Return the result of the norm."""
+        return self._y
+
+    def codes(self, scheme: Scheme) -> RowCodes | None:
+        """Return the codes for layers of the scheme."""
+        return self._codes if scheme == self._scheme else None
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -112,18 +153,20 @@ def multiplied(layer: Fp8Linear, x: Deferred) -> Tensor:
     fits = (x.width, x.device) == (layer.in_features, layer.codes.device)
     plain = x.made is None and layer.scale_ub is None and takes_codes(layer.scheme)
     cast = torch.is_autocast_enabled(x.device.type)
-    if not fits or not plain or cast or any_trained(layer):
+    codes = x.codes(layer.scheme) if fits and plain and not cast else None
+    if codes is None or any_trained(layer):
         return layer.forward(x.tensor())
-    return layer.multiply(x.codes(layer.scheme))
+    return layer.multiply(codes)
 
 
-def _concatenated(tensors: Sequence[Any], dim: int = 0, **others: Any) -> Deferred | None:
+def _concatenated(tensors: Sequence[Any], dim: int = 0, **others: Any) -> DeferredActivation | None:
     """Return a tensor and an activation, concatenated and deferred; ``None`` for all others."""
     if others or len(tensors) != 2:
         return None
     left, right = tensors
-    waits = isinstance(right, Deferred) and right.made is None and not right.joined
-    if type(left) is not Tensor or not waits:
+    if type(left) is not Tensor or not isinstance(right, DeferredActivation):
+        return None
+    if right.made is not None or right.joined:
         return None
     gate, up, _ = right.operands()
     alike = (left.dtype, left.device) == (gate.dtype, gate.device)
@@ -131,7 +174,7 @@ def _concatenated(tensors: Sequence[Any], dim: int = 0, **others: Any) -> Deferr
     constant = not (torch.is_grad_enabled() and left.requires_grad)
     last = dim in (-1, gate.dim() - 1)
     fits = alike and rows and constant and last
-    return Deferred(right.kind, gate, up, left) if fits else None
+    return DeferredActivation(right.kind, gate, up, left) if fits else None
 
 
 def _computed(value: Any) -> Any:

@@ -6,13 +6,17 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from fp8kit.formats import Scheme
 from fp8kit.modules.activation_formula import activation_codes, activation_kind
 from fp8kit.modules.consumers import Consumers, can_multiply
+from fp8kit.modules.deferred import Deferred, DeferredNorm
 from fp8kit.modules.fused_module import Fused
 from fp8kit.modules.fused_producers import Producer
 from fp8kit.modules.hooks import is_watched
+from fp8kit.modules.joining import has_few_rows
 from fp8kit.modules.norm_formula import NormFormula
 from fp8kit.modules.parameters import any_trained
 from fp8kit.modules.tracing import constant_in_graphs
@@ -44,10 +48,13 @@ class FusedAdaptiveNorm(Producer):
     added to the variance.
     """
 
+    scheme: Scheme | None = None  # of the consumers, as graphs guard each step to theirs
+
     def __init__(
         self, norm: nn.Module, eps: float, modulation: Modulation, consumers: Consumers
     ) -> None:
         super().__init__(norm, consumers, norm.norm)
+        self.scheme = consumers.scheme
         self.formula = NormFormula("layer_norm", eps)
         self.modulation = modulation
         names = list(inspect.signature(norm.forward).parameters)
@@ -59,14 +66,31 @@ class FusedAdaptiveNorm(Producer):
         emb = args[0] if args and self.positional else kwargs.get(self.embedding)
         if not isinstance(emb, Tensor) or len(args) + len(kwargs) != 1:
             return self.unfused(x, *args, **kwargs)
-        if not (self.may_offer(x, emb) and self._is_plain(x, emb)):
+        scheme = self.scheme if torch.compiler.is_compiling() else None
+        offers = self.may_offer(x, emb) if scheme is None else self._may_defer(x, emb)
+        if not (offers and self._is_plain(x, emb)):
             return self.unfused(x, *args, **kwargs)
         cut = self.modulation
         parts = self.linear(self.silu(emb)).chunk(cut.parts, dim=1)
-        inputs = (x, parts[cut.scale], parts[cut.shift])
-        call = self.formula.codes(inputs, self.norm, self.consumers.scheme)
-        (stand_in,) = self.consumers.produce(self.replays, call)
-        return (stand_in, *(parts[i] for i in cut.returned)) if cut.returned else stand_in
+        scale, shift = parts[cut.scale], parts[cut.shift]
+        inputs = (x, scale, shift)
+        y: Tensor | Deferred
+        if scheme is None:
+            call = self.formula.codes(inputs, self.norm, self.consumers.scheme)
+            (y,) = self.consumers.produce(self.replays, call)
+        else:
+            codes = self.formula.codes(inputs, self.norm, scheme).traced()
+            y = DeferredNorm(self.norm(x) * (1 + scale[:, None]) + shift[:, None], codes, scheme)
+        return (y, *(parts[i] for i in cut.returned)) if cut.returned else y
+
+    def _may_defer(self, *inputs: Tensor) -> bool:
+        # layers of few rows are joined in graphs, and quantize their input themselves
+        return self.may_compute(*inputs) and not has_few_rows(inputs[0]) and self._hands_over()
+
+    @constant_in_graphs
+    def _hands_over(self) -> bool:
+        """Return whether only the consumers read the result, which no hook sees."""
+        return not is_watched(self) and self.consumers.are_ready()
 
     def _is_plain(self, x: Tensor, emb: Tensor) -> bool:
         shapes = x.dim() == 3 and emb.dim() == 2

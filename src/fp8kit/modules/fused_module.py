@@ -19,7 +19,7 @@ FUSED_DEVICES = ("cuda",)
 _OWN = frozenset(
     """
     altered concatenated consumers embedding formula gated kind modulation parameter_names
-    positional replaced replays
+    positional replaced replays scheme
     """.split()
 )
 

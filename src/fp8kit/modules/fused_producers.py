@@ -6,7 +6,8 @@ expanded to the result's shape. The consumers recognise the stand-in by identity
 any other reader would see NaN, not a plausible wrong number. The replaced module computes instead
 where another reader is possible (a layer was wrapped or has a hook), gradients are needed, the
 input is not on a GPU, or a compiler traces. The codes of an activation never leave the layer that
-multiplies them, so activations and feed-forwards are fused under ``torch.compile``, too.
+multiplies them, so activations and feed-forwards are fused under ``torch.compile``, too; so are
+adaptive norms, which in a graph compute their result beside the codes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from fp8kit.modules.activation_formula import activation_codes, activation_kind, gated_codes
 from fp8kit.modules.consumers import Consumers, can_multiply
-from fp8kit.modules.deferred import Deferred
+from fp8kit.modules.deferred import Deferred, DeferredActivation
 from fp8kit.modules.fused_module import Fused
 from fp8kit.modules.hooks import is_watched
 from fp8kit.modules.linear import Fp8Linear
@@ -113,7 +114,7 @@ class FusedActivation(Producer):
         if kwargs or len(args) != 1 or not self._may_defer(*args):
             return self.unfused(*args, **kwargs)
         (x,) = args
-        return Deferred(self.kind, *(x.chunk(2, -1) if self.gated else (x,)))
+        return DeferredActivation(self.kind, *(x.chunk(2, -1) if self.gated else (x,)))
 
     def _may_defer(self, x: Tensor) -> bool:
         # requires_grad even without grad mode: custom autograd code computes gradients itself

@@ -16,6 +16,14 @@ _JOINABLE = (ROW, BLOCK, MX)
 _HELD = {"weight", "weight_scale", "bias"}  # the Parameters that a joined product reads
 
 
+def has_few_rows(x: Tensor) -> bool:
+    """Return whether a trace knows that an input has at most ``MOST_JOINED_ROWS``."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
+
+    few: bool = statically_known_true(x.numel() <= MOST_JOINED_ROWS * x.shape[-1])
+    return few
+
+
 def can_share(scheme: Scheme) -> bool:
     """Return whether layers of a scheme quantize an input alike: dynamically, from the data."""
     return scheme.activation is not None and not scheme.static

@@ -24,7 +24,14 @@ from torch import Tensor
 from torch.utils import dlpack
 
 from fp8kit.modules.hooks import arrives_with_its_call, is_watched
-from fp8kit.modules.joining import MOST_JOINED_ROWS, are_alike, can_join, can_share, may_move
+from fp8kit.modules.joining import (
+    MOST_JOINED_ROWS,
+    are_alike,
+    can_join,
+    can_share,
+    has_few_rows,
+    may_move,
+)
 from fp8kit.modules.kept_weight import follow_original
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import any_trained
@@ -268,10 +275,7 @@ class SharedInput:
 
     def joined_in_graph(self, x: Tensor) -> tuple[tuple[Any, ...], ...] | None:
         """Return each member's operands, to be joined in a graph; ``None`` if rows may be many."""
-        from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
-
-        few = statically_known_true(x.numel() <= MOST_JOINED_ROWS * x.shape[-1])
-        if not few or not self._may_join_in_graph():
+        if not has_few_rows(x) or not self._may_join_in_graph():
             return None
         members = [ref() for ref in self._refs]  # the compiler traces this, but not the property
         return tuple([member.operands() for member in members if member is not None])
