@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8kit
@@ -113,6 +114,23 @@ def test_modes_see_an_operator_that_was_recorded(cpu_backends: CpuBackends) -> N
     with Mode():
         call(X)
     assert "fp8kit.linear.default" in seen
+
+
+def test_tracers_before_autograd_see_an_operator_that_was_recorded(
+    cpu_backends: CpuBackends,
+) -> None:
+    call = calls()["quantize"]
+    for _ in range(3):
+        call(X)
+    graph = make_fx(call, pre_dispatch=True)(X)
+    for mine, true in zip(graph(2 * X.flip(0)), call(2 * X.flip(0)), strict=True):
+        assert_bits_equal(mine, true)
+
+
+@pytest.mark.parametrize("name", list(calls()))
+def test_the_dispatcher_names_missing_arguments(name: str) -> None:
+    with pytest.raises(RuntimeError, match=f"fp8kit::{name}.. is missing value for argument"):
+        getattr(OPS, name).default(X)
 
 
 def test_autocast_and_names_of_arguments_reach_the_dispatcher(cpu_backends: CpuBackends) -> None:

@@ -73,7 +73,7 @@ class _Replaying:
         self._required = len(arguments) - len(self._defaults)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs:
+        if not kwargs and len(args) >= self._required:
             # the dispatcher omits defaults, so recordings have keys without them
             given = args[: self._required] if args[self._required :] == self._defaults else args
             result = self._replay(*given)
