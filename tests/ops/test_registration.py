@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -146,6 +147,14 @@ def test_autocast_and_names_of_arguments_reach_the_dispatcher(cpu_backends: CpuB
     )  # fmt: skip
     for mine, true in zip(named, wanted, strict=True):
         assert_bits_equal(mine, true)
+    w = fp8kit.quantize(WEIGHT, role="weight")
+    linear = functools.partial(
+        OPS.linear.default, X, w.data, w.scale, None, None, None, [1, -1], [1, -1],
+        "exact", "precise", False,
+    )  # fmt: skip
+    for _ in range(3):
+        linear()
+    assert linear(out_dtype=torch.float32).dtype == torch.float32
 
 
 def test_a_recorded_operator_has_gradients(cpu_backends: CpuBackends) -> None:
