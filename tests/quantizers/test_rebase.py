@@ -131,6 +131,13 @@ def test_groups_may_hold_less_than_rounding_leaves_and_no_less() -> None:
         restore(found.q, found.exponents, "w")
 
 
+def test_numbers_under_the_exponent_of_nan_are_refused() -> None:
+    found = fp8kit.rebase(fp8kit.quantize(torch.randn(4, 64), MX, role="weight"))
+    found.exponents[0, 1] = 255
+    with pytest.raises(ValueError, match=r"fc1 has \d+ codes that do not fit"):
+        restore(found.q, found.exponents, "fc1")
+
+
 def test_nan_stays_nan_and_zeros_keep_their_sign() -> None:
     data = torch.full((4, 64), 0x38, dtype=torch.uint8)
     data[0, 3], data[0, 40], data[1] = 0x7F, 0xFF, 0x80
