@@ -102,10 +102,10 @@ def test_of_equal_scores_the_lowest_comes_first(device: torch.device) -> None:
 
 
 def test_logits_choose_where_sigmoids_are_one(device: torch.device) -> None:
-    x = torch.tensor([[18.0, 21.0, 19.0, -0.0, 0.0, -200.0, -150.0, 20.0]], device=device)
+    x = torch.tensor([[18.0, 19.0, 20.0, -0.0, 0.0, -200.0, -150.0, 21.0]], device=device)
     how = Formula(8, "sigmoid", False, 1.0, torch.float32)
     ids, weights = kernel.choose(x, None, how)
-    assert ids.tolist() == [[1, 7, 2, 0, 3, 4, 6, 5]]
+    assert ids.tolist() == [[7, 2, 1, 0, 3, 4, 6, 5]]
     assert torch.equal(top_k.choose(x, None, how._replace(top_k=4))[0], ids[:, :4])
     torch.testing.assert_close(weights, x.sigmoid().gather(1, ids))
     biased, _ = kernel.choose(x, torch.zeros(8, device=device), how._replace(top_k=4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8kit
@@ -115,6 +117,23 @@ def test_modes_see_an_operator_that_was_recorded(cpu_backends: CpuBackends) -> N
     assert "fp8kit.linear.default" in seen
 
 
+def test_tracers_before_autograd_see_an_operator_that_was_recorded(
+    cpu_backends: CpuBackends,
+) -> None:
+    call = calls()["quantize"]
+    for _ in range(3):
+        call(X)
+    graph = make_fx(call, pre_dispatch=True)(X)
+    for mine, true in zip(graph(2 * X.flip(0)), call(2 * X.flip(0)), strict=True):
+        assert_bits_equal(mine, true)
+
+
+@pytest.mark.parametrize("name", list(calls()))
+def test_the_dispatcher_names_missing_arguments(name: str) -> None:
+    with pytest.raises(RuntimeError, match=f"fp8kit::{name}.. is missing value for argument"):
+        getattr(OPS, name).default(X)
+
+
 def test_autocast_and_names_of_arguments_reach_the_dispatcher(cpu_backends: CpuBackends) -> None:
     call = calls()["quantize"]
     wanted = call(X)
@@ -128,6 +147,14 @@ def test_autocast_and_names_of_arguments_reach_the_dispatcher(cpu_backends: CpuB
     )  # fmt: skip
     for mine, true in zip(named, wanted, strict=True):
         assert_bits_equal(mine, true)
+    w = fp8kit.quantize(WEIGHT, role="weight")
+    linear = functools.partial(
+        OPS.linear.default, X, w.data, w.scale, None, None, None, [1, -1], [1, -1],
+        "exact", "precise", False,
+    )  # fmt: skip
+    for _ in range(3):
+        linear()
+    assert linear(out_dtype=torch.float32).dtype == torch.float32
 
 
 def test_a_recorded_operator_has_gradients(cpu_backends: CpuBackends) -> None:

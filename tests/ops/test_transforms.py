@@ -99,6 +99,16 @@ def test_a_compiled_vjp_differentiates(backend: str) -> None:
     torch.testing.assert_close(found(x), wanted)
 
 
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_compiled_code_maps(differentiable: bool) -> None:
+    model, x = model_of("FP8_DYNAMIC"), torch.randn(3, 4, 128)
+    wanted = torch.stack([model(part) for part in x])
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(differentiable):
+        found = torch.compile(lambda x: vmap(model)(x), backend="aot_eager")(x)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_what_has_no_derivative_is_refused() -> None:
     model, x = model_of("FP8_DYNAMIC"), torch.randn(2, 128)
     with pytest.raises(NotImplementedError, match="forward-mode"):

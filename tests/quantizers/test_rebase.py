@@ -120,6 +120,24 @@ def test_codes_under_exponents_of_other_codes_are_refused(group: GroupShape) -> 
         restore(swapped, found.exponents, "fc1")
 
 
+def test_groups_may_hold_less_than_rounding_leaves_and_no_less() -> None:
+    data = torch.tensor([448.0, 0.0]).to(E4M3).repeat_interleave(32)[None]
+    found = fp8kit.rebase(QTensor(data, torch.tensor([[160, 144]], dtype=torch.uint8), MX))
+    codes = found.q.data.view(torch.uint8)
+    codes[0, 32] = 4  # 448 at sixteen exponents less becomes four smallest steps
+    assert restore(found.q, found.exponents, "w").data[0, 32] == 448
+    codes[0, 32] = 5
+    with pytest.raises(ValueError, match="w has 1 codes that do not fit"):
+        restore(found.q, found.exponents, "w")
+
+
+def test_numbers_under_the_exponent_of_nan_are_refused() -> None:
+    found = fp8kit.rebase(fp8kit.quantize(torch.randn(4, 64), MX, role="weight"))
+    found.exponents[0, 1] = 255
+    with pytest.raises(ValueError, match=r"fc1 has \d+ codes that do not fit"):
+        restore(found.q, found.exponents, "fc1")
+
+
 def test_nan_stays_nan_and_zeros_keep_their_sign() -> None:
     data = torch.full((4, 64), 0x38, dtype=torch.uint8)
     data[0, 3], data[0, 40], data[1] = 0x7F, 0xFF, 0x80

@@ -23,10 +23,10 @@ def register(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) ->
     # operators take any strides; without the tag Inductor recomputes an input for each reader
     library.define(schema, tags=torch.Tag.flexible_layout)
     name = schema.partition("(")[0]
-    library.impl(name, _untraced(impl), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp8kit::{name}", _untraced(fake), lib=library)
+    library.impl(name, untraced(impl), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp8kit::{name}", untraced(fake), lib=library)
     for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        library.impl(name, _untraced(_outside_autocast(name, device_type)), key)
+        library.impl(name, untraced(_outside_autocast(name, device_type)), key)
     return f"fp8kit::{name}"
 
 
@@ -37,8 +37,8 @@ def register_backward(
 
     Both have the arguments that ``torch.library.register_autograd`` asks for.
     """
-    save = None if save is None else _untraced(save)
-    torch.library.register_autograd(name, _untraced(backward), setup_context=save, lib=library)
+    save = None if save is None else untraced(save)
+    torch.library.register_autograd(name, untraced(backward), setup_context=save, lib=library)
 
 
 def refuse_backward(name: str, *said: str) -> None:
@@ -58,7 +58,18 @@ def replay_before_dispatch(name: str, replay: Callable[..., Any]) -> None:
     gradients, autocast, modes, tracers, transforms and subclasses.
     """
     overload = getattr(torch.ops.fp8kit, name.removeprefix("fp8kit::")).default
-    overload._op = _untraced(_Replaying(replay, overload))
+    overload._op = untraced(_Replaying(replay, overload))
+
+
+def untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep Dynamo out of a kernel and of all that it calls.
+
+    Behind a graph break operators run where Dynamo watches, and it would trace their Python as the
+    user's. ``torch.compiler.disable`` does the same, and would import Dynamo for every process.
+    """
+    called = kernel if isinstance(kernel, FunctionType) else type(kernel).__call__
+    _frames.set_code_exec_strategy(called.__code__, _SKIP)
+    return kernel
 
 
 class _Replaying:
@@ -73,24 +84,13 @@ class _Replaying:
         self._required = len(arguments) - len(self._defaults)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs:
+        if not kwargs and len(args) >= self._required:
             # the dispatcher omits defaults, so recordings have keys without them
             given = args[: self._required] if args[self._required :] == self._defaults else args
             result = self._replay(*given)
             if result is not None:
                 return result
         return self._dispatch(*args, **kwargs)
-
-
-def _untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep Dynamo out of a kernel and of all that it calls.
-
-    Behind a graph break operators run where Dynamo watches, and it would trace their Python as the
-    user's. ``torch.compiler.disable`` does the same, and would import Dynamo for every process.
-    """
-    called = kernel if isinstance(kernel, FunctionType) else type(kernel).__call__
-    _frames.set_code_exec_strategy(called.__code__, _SKIP)
-    return kernel
 
 
 def _outside_autocast(name: str, device_type: str) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp8kit.errors import UnsupportedError
 from fp8kit.ops import schemas
+from fp8kit.ops.registration import untraced
 
 _TENSORS = 6  # of the operator's arguments; the rest are its options
 _interpreters = torch._C._functorch.peek_interpreter_stack
@@ -67,6 +68,7 @@ class _Linear(torch.autograd.Function):
         )
 
     @staticmethod
+    @untraced
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
         # an outer transform may still be running
         product: Any = linear if is_transformed() else torch.ops.fp8kit.linear

@@ -140,8 +140,8 @@ def restore(q: QTensor, exponents: Tensor, what: str) -> QTensor:
         for rows in _pieces(data):
             own = _rows(exponents, rows)
             codes, index = _shifted(_rows(q.data, rows), _rows(wide, rows) - own.int())
+            lost += _misfit_table(codes.device)[index].count_nonzero()  # NaN fits everywhere
             nan = _per_element(own == _E8M0_NAN, codes.shape[-1])
-            lost += _misfit_table(codes.device)[index].masked_fill_(nan, False).count_nonzero()
             _rows(data, rows).view(torch.uint8).copy_(codes.masked_fill_(nan, _NAN))
         if lost:
             raise InvalidValue(

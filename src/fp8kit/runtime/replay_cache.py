@@ -44,6 +44,8 @@ _strided = torch.strided
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
+_is_included = torch._C._dispatch_tls_is_dispatch_key_included
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch  # of tracers with a stack of their own
 jit_tracing = torch._C._get_tracing_state  # of torch.jit.trace; ``None`` elsewhere
 _autocast, _grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
 Operands = Sequence[Tensor | None]
@@ -377,7 +379,7 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
     # before the loop: under a transform, tensors are wrapped and have no address
     if _function_modes() or _autocast() or _dispatch_modes() or jit_tracing():
         return False
-    if _transforms() is not None or forward_ad._current_level >= 0:
+    if _transforms() is not None or forward_ad._current_level >= 0 or _is_included(_PRE_DISPATCH):
         return False
     for t in tensors:
         if type(t) not in _PLAIN or t.layout is not _strided or t.is_nested or t.is_neg():
