@@ -157,6 +157,15 @@ def test_autocast_and_names_of_arguments_reach_the_dispatcher(cpu_backends: CpuB
     assert linear(out_dtype=torch.float32).dtype == torch.float32
 
 
+def test_a_profiler_lists_an_operator_that_was_recorded(cpu_backends: CpuBackends) -> None:
+    call = calls()["linear"]
+    for _ in range(3):
+        call(X)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        call(X)
+    assert "fp8kit::linear" in {event.name for event in profiled.events() or ()}
+
+
 def test_a_recorded_operator_has_gradients(cpu_backends: CpuBackends) -> None:
     call, x = calls()["linear"], X.clone().requires_grad_()
     with torch.no_grad():
