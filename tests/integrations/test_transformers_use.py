@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fp8kit
@@ -75,6 +77,15 @@ def test_quantizing_nothing_is_a_warning() -> None:
     config = fp8kit.Fp8KitConfig(include=["lm_head"])
     with pytest.warns(UserWarning, match=r"^No layer becomes FP8: not in include \(28\)"):
         on_the_fly(quantization_config=config)
+
+
+def test_weights_with_nan_are_refused(tmp_path: Path) -> None:
+    weights = load_file(NANO / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][5, 5] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    shutil.copy(NANO / "config.json", tmp_path)
+    with pytest.raises(fp8kit.ConversionError, match=r"0.mlp.up_proj.weight holds NaN"):
+        on_the_fly(tmp_path)
 
 
 @pytest.mark.parametrize("said", [{"layers": {"lm_head": "FP8_BLOCK"}}, {"mx_form": "MXFP8_ROW"}])

@@ -27,7 +27,7 @@ from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.dialects.by_layer import plain, scheme_of_plain
 from fp8kit.checkpoint.expert_splitting import stacks_in
 from fp8kit.checkpoint.loading.into_module import empty_layer, plan_to_load
-from fp8kit.checkpoint.loading.merged_weights import is_finite
+from fp8kit.checkpoint.loading.merged_weights import is_finite, not_finite
 from fp8kit.conversion import fusion, siblings
 from fp8kit.conversion.patterns import LayerFilter
 from fp8kit.conversion.plan import refuse_static, warn_of_nothing
@@ -254,6 +254,8 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
             if self.quantization_config.deferred:
                 return model
             raise not_quantized(self.unfilled)
+        if self.not_finite and not self.quantization_config.deferred:
+            raise not_finite(self.not_finite)
         for layer in layers.values():
             layer.requires_grad_(False)
         form = self.quantization_config.mx_form
