@@ -36,6 +36,10 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         Row("works", "the same: memory",
             "checkpoint/test_peak.py::test_loading_a_transformers_model",
             "never more than the FP8 model, one layer and five per cent"),
+        Row("works", "the same: layers that no file has, such as a new head",
+            "integrations/"
+            "test_transformers_use.py::test_a_layer_that_no_file_has_stays_dense_to_be_trained",
+            "stay dense and can be trained"),
         Row("works", "`from_pretrained` of what was saved",
             "integrations/test_transformers.py::test_stock_transformers_computes_the_same",
             "by compressed-tensors, which decodes on a CPU; `fp8kit.load` runs FP8"),

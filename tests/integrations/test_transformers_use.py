@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fp8kit
@@ -75,6 +77,56 @@ def test_quantizing_nothing_is_a_warning() -> None:
     config = fp8kit.Fp8KitConfig(include=["lm_head"])
     with pytest.warns(UserWarning, match=r"^No layer becomes FP8: not in include \(28\)"):
         on_the_fly(quantization_config=config)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a BERT of one block for masked words: it has no pooler."""
+    config = transformers.BertConfig(
+        vocab_size=160,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    path = tmp_path_factory.mktemp("encoder")
+    transformers.BertForMaskedLM(config).save_pretrained(path)
+    return path
+
+
+def test_a_layer_that_no_file_has_stays_dense_to_be_trained(encoder: Path, prompt: Tensor) -> None:
+    model = transformers.BertForSequenceClassification.from_pretrained(
+        encoder, quantization_config=fp8kit.Fp8KitConfig("FP8_DYNAMIC")
+    )
+    new, report = model.bert.pooler.dense, model.hf_quantizer.report
+    assert type(new) is torch.nn.Linear
+    assert 0 < new.weight.std() < 0.1
+    assert len(report.converted) == sum(isinstance(m, Fp8Linear) for m in model.modules()) == 6
+    reasons = {r.name: r.reason for r in report.skipped}
+    assert reasons["bert.pooler.dense"] == "no file has its weight"
+    model(prompt % 160, labels=torch.tensor([1])).loss.backward()
+    assert new.weight.grad is not None
+
+
+def test_strict_refuses_a_layer_that_no_file_has(encoder: Path) -> None:
+    config = fp8kit.Fp8KitConfig(strict=True)
+    with pytest.raises(fp8kit.ConversionError, match=r"pooler\.dense: no file has its weight"):
+        transformers.BertModel.from_pretrained(encoder, quantization_config=config)
+
+
+def test_a_model_that_the_files_lack_is_a_warning() -> None:
+    options = {"quantization_config": fp8kit.Fp8KitConfig("FP8_DYNAMIC")}
+    with pytest.warns(UserWarning, match=r"^No layer becomes FP8: no file has its weight \(28\)"):
+        transformers.LlamaForQuestionAnswering.from_pretrained(NANO, **options)
+
+
+def test_weights_with_nan_are_refused(tmp_path: Path) -> None:
+    weights = load_file(NANO / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][5, 5] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    shutil.copy(NANO / "config.json", tmp_path)
+    with pytest.raises(fp8kit.ConversionError, match=r"0.mlp.up_proj.weight holds NaN"):
+        on_the_fly(tmp_path)
 
 
 @pytest.mark.parametrize("said", [{"layers": {"lm_head": "FP8_BLOCK"}}, {"mx_form": "MXFP8_ROW"}])

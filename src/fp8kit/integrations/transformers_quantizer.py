@@ -27,7 +27,7 @@ from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.dialects.by_layer import plain, scheme_of_plain
 from fp8kit.checkpoint.expert_splitting import stacks_in
 from fp8kit.checkpoint.loading.into_module import empty_layer, plan_to_load
-from fp8kit.checkpoint.loading.merged_weights import is_finite
+from fp8kit.checkpoint.loading.merged_weights import is_finite, not_finite
 from fp8kit.conversion import fusion, siblings
 from fp8kit.conversion.patterns import LayerFilter
 from fp8kit.conversion.plan import refuse_static, warn_of_nothing
@@ -44,7 +44,7 @@ from fp8kit.modules.dense import unlike_linear
 from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.modules.expert_tensors import ExpertTensors
-from fp8kit.modules.hooks import become
+from fp8kit.modules.hooks import become, own_names
 from fp8kit.modules.libraries import wrap_once
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.mx_forms import named_form, set_forms
@@ -54,6 +54,7 @@ if saving.METHOD not in ALL_EXPERTS_FUNCTIONS:
     # for modules that stay dense; FP8 experts have their own forward, whatever this setting
     ALL_EXPERTS_FUNCTIONS.register(saving.METHOD, ALL_EXPERTS_FUNCTIONS["grouped_mm"])
 transformers_attention.register()
+NEW = "no file has its weight"
 _FUNCTION = "a function: pass the Fp8KitConfig itself, and not its dictionary"
 
 
@@ -244,6 +245,8 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
         experts: dict[str, ExpertTensors] = {}
         self.unfilled = [n for n, m in layers.items() if m.weight.dtype not in FP8_FORMATS]
+        if self.report is not None and not self.quantization_config.deferred:
+            self.unfilled = self._keep_new(layers, self.report)
         for name, (module, stack) in stacks_in(model).items():
             if module._parameters[stack] is not None:
                 filled = module.codes(stack).dtype in FP8_FORMATS
@@ -254,6 +257,8 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
             if self.quantization_config.deferred:
                 return model
             raise not_quantized(self.unfilled)
+        if self.not_finite and not self.quantization_config.deferred:
+            raise not_finite(self.not_finite)
         for layer in layers.values():
             layer.requires_grad_(False)
         form = self.quantization_config.mx_form
@@ -266,6 +271,25 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
             tensors = (*model.parameters(), *model.buffers())
             self.report.model_bytes_before = held_bytes(tensors) - grown
         return model
+
+    def _keep_new(self, layers: dict[str, Fp8Linear], report: Report) -> list[str]:
+        """Make layers dense whose weights no file has, such as a new head, which is to be trained.
+
+        Their numbers are those that the model initialized them with. They are removed from
+        ``layers``. Returns the layers that were filled, and not with codes.
+        """
+        of = {name: record for record in report.linears for name in (record.name, *record.aliases)}
+        new = [n for n in self.unfilled if not hasattr(layers[n].weight, "_is_hf_initialized")]
+        for name in new:
+            layer = layers.pop(name)
+            become(layer, _dense_again(layer), own_names(Fp8Linear))
+            of[name].skip(NEW, warning=True)
+        if new:
+            warn_of_nothing(report)
+            if self.quantization_config.strict:
+                report.refuse_blocked()
+            report.groups = [g for g in report.groups if not {*g} & {*new}]
+        return [n for n in self.unfilled if n in layers]
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, str]]:
         """Return the tensors that ``save_pretrained`` writes, and set the quantization config.
@@ -325,7 +349,7 @@ def not_quantized(layers: Sequence[str]) -> UnsupportedError:
     """Return the error for layers whose weights could not be quantized while loading."""
     return UnsupportedError(
         f"{', '.join(layers[:5])} could not be quantized while loading.",
-        "This model class splits or joins these weights as it loads them.",
+        "The checkpoint has these weights, and the model class does not split or join them.",
         "Exclude them, or load the model and call fp8kit.convert(model).",
     )
 
@@ -388,3 +412,11 @@ def _placeholder(dense: Any, scheme: Scheme, pre_quantized: bool) -> Fp8Linear:
         # loaders up to 5.22 cast to the dtype they find here before they quantize
         layer.weight = frozen(torch.empty_like(dense.weight, device="meta"))
     return layer
+
+
+def _dense_again(layer: Fp8Linear) -> nn.Linear:
+    """Return a trainable linear layer with the tensors of one that got no codes."""
+    rows, columns = layer.weight.shape
+    dense = nn.Linear(columns, rows, layer.bias is not None, device="meta")
+    dense.weight, dense.bias = nn.Parameter(layer.weight.detach()), layer.bias
+    return dense
