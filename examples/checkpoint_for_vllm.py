@@ -8,6 +8,7 @@ from SOURCE to DESTINATION, so checkpoints of any size work.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -24,7 +25,8 @@ def main(source: str | Path = SOURCE, destination: str | Path | None = None) -> 
     recipe = fp8kit.Recipe("FP8_DYNAMIC", target="vllm")
     print(fp8kit.quantize_checkpoint(source, destination, recipe))
     print(fp8kit.verify_checkpoint(source, destination))
-    print(f"\nvllm serve {destination}\npython -m sglang.launch_server --model-path {destination}")
+    path = shlex.quote(str(destination))
+    print(f"\nvllm serve {path}\npython -m sglang.launch_server --model-path {path}")
 
 
 if __name__ == "__main__":

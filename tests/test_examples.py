@@ -24,12 +24,12 @@ def test_chat(run_script: Callable[..., str]) -> None:
 
 
 def test_checkpoint_for_vllm(tmp_path: Path, run_script: Callable[..., str]) -> None:
-    source, destination = str(FOLDER / "nano"), str(tmp_path / "fp8")
+    source, destination = str(FOLDER / "nano"), str(tmp_path / "an fp8 model")
     script = FOLDER / "checkpoint_for_vllm.py"
     said = run_script(script, source, destination)
     assert "28 layers" in said
-    assert f"vllm serve {destination}" in said
-    assert (tmp_path / "fp8" / "model.safetensors").is_file()
+    assert f"vllm serve '{destination}'" in said
+    assert (tmp_path / "an fp8 model" / "model.safetensors").is_file()
 
 
 def test_train_experts(tmp_path: Path, run_script: Callable[..., str]) -> None:

@@ -963,3 +963,40 @@ def test_hooks_that_rename_tensors_are_refused(where: str, tmp_path: Path) -> No
     ):
         with pytest.raises(CheckpointError, match=match):
             call()
+
+
+@pytest.mark.parametrize("scheme", [None, "FP8_DYNAMIC"])
+def test_a_model_loaded_in_inference_mode_is_as_useful_as_any(
+    scheme: str | None, tmp_path: Path
+) -> None:
+    source, x = tmp_path / "dir", torch.randn(3, 256)
+    model = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256))
+    if scheme is None:
+        fp8kit.save(fp8kit.convert(model, exclude=[], copy=True).model, source)
+    else:
+        source.mkdir()
+        save_file(model.state_dict(), source / "model.safetensors")
+    with torch.inference_mode():
+        load(source, model, scheme=scheme, exclude=[] if scheme else None)
+    assert isinstance(model[0], Fp8Linear)
+    assert not any(p.is_inference() for p in model.parameters())
+    model(x.requires_grad_()).sum().backward()
+    fp8kit.load_weights(model, model.state_dict())
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_model_made_in_inference_mode_loads_and_takes_weights(
+    inference: bool, tmp_path: Path
+) -> None:
+    parts = {f"{n}.weight": torch.randn(4, 8) for n in ("gate_proj", "up_proj")}
+    parts |= {"norm.weight": torch.full((8,), 2.0), "norm.bias": torch.zeros(8)}
+    parts["fc.weight"] = torch.randn(256, 256)
+    save_file(parts, tmp_path / "model.safetensors")
+    with torch.inference_mode():
+        model = nn.ModuleDict({"gate_up_proj": nn.Linear(8, 8, bias=False)})
+        model.update({"norm": nn.LayerNorm(8), "fc": nn.Linear(256, 256, bias=False)})
+    with torch.inference_mode(inference):
+        load(tmp_path, model, scheme="FP8_DYNAMIC")
+        fp8kit.load_weights(model, parts)
+    assert_bits_equal(model["norm"].weight, parts["norm.weight"])
+    assert_bits_equal(model["gate_up_proj"].weight, torch.cat([*parts.values()][:2]))

@@ -371,8 +371,11 @@ def _check_loaded(model: Any, info: dict[str, Any], strict: bool) -> None:
         raise not_finite(damaged)
     for name, found, wanted in info["mismatched_keys"]:
         raise misfit(name, found, wanted, type(model).__name__)
+    absent = (
+        "Complete it, pass the model (fp8kit.load(dir, model) joins and cuts q/k/v and gate/up)"
+    )
     for keys, what, remedy in (
-        (info["missing_keys"], "are in the model and not in the checkpoint", "Complete it"),
+        (info["missing_keys"], "are in the model and not in the checkpoint", absent),
         (info["unexpected_keys"] if strict else (), "are not used by the model", "Drop strict"),
     ):
         if keys:

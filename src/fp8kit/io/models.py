@@ -194,21 +194,26 @@ def load(
     _check_request(checkpoint, model, scheme, include, exclude)
     form = None if scheme is None else named_form(Scheme.of(scheme), bool(checkpoint.spec))
     options: dict[str, Any] = {"device": where, "dtype": dtype, "strict": strict, "form": form}
-    if model is None:
-        hf = integration()
-        config = None
-        if checkpoint.spec is None:
-            config = hf.Fp8KitConfig(_preset(scheme), include, exclude, strict)
-        made, filled = hf.load(checkpoint, config, **options)
-        _finish(checkpoint, made)
-    else:
-        made, plan_options = model, None
-        if scheme is not None and checkpoint.spec is None:
-            plan_options = into_module.PlanOptions(scheme, include, exclude, strict)
-        with bare(model) as inner:
-            checkpoint = _named_as_in(inner, checkpoint)
-            filled = into_module.fill(inner, checkpoint, plan_options, missing=missing, **options)
-            _finish(checkpoint, inner)
+    recording = torch.is_grad_enabled()
+    # tensors made in inference mode could not take other weights or pass gradients on
+    with torch.inference_mode(False), torch.set_grad_enabled(recording):
+        if model is None:
+            hf = integration()
+            config = None
+            if checkpoint.spec is None:
+                config = hf.Fp8KitConfig(_preset(scheme), include, exclude, strict)
+            made, filled = hf.load(checkpoint, config, **options)
+            _finish(checkpoint, made)
+        else:
+            made, plan_options = model, None
+            if scheme is not None and checkpoint.spec is None:
+                plan_options = into_module.PlanOptions(scheme, include, exclude, strict)
+            with bare(model) as inner:
+                checkpoint = _named_as_in(inner, checkpoint)
+                filled = into_module.fill(
+                    inner, checkpoint, plan_options, missing=missing, **options
+                )
+                _finish(checkpoint, inner)
     for note in _notes(checkpoint, filled):
         warnings.warn(note, stacklevel=2)
     return made

@@ -68,6 +68,19 @@ def test_mx_scales_are_taken_out_of_their_tiles(
     assert_bits_equal(found.read("fc.weight_scale"), q.scale)
 
 
+@pytest.mark.parametrize("name", ["weight_scale", "scale_weight"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_exponents_that_no_entry_describes_are_refused(
+    dtype: torch.dtype, name: str, tmp_path: Path
+) -> None:
+    q = fp8kit.quantize(torch.randn(WHOLE), fp8kit.MX, role="weight")
+    file = tmp_path / "diffusion.safetensors"
+    marker = {"scaled_fp8": torch.empty(0, dtype=q.data.dtype)}
+    save_file({"fc.weight": q.data, f"fc.{name}": q.scale.view(dtype), **marker}, file)
+    with pytest.raises(CheckpointError, match="scales may lie row by row or in tiles"):
+        open_checkpoint(file)
+
+
 @pytest.mark.parametrize("announced", ["header", "tensor"])
 @pytest.mark.parametrize("shape", [WHOLE, RAGGED])
 def test_nvfp4_is_unpacked_in_its_order(

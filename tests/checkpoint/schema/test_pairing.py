@@ -164,6 +164,13 @@ def test_bytes_and_numbers_are_not_mixed_up(quantization: Any, scale: Kind) -> N
     assert "Exponent bytes and numbers are not cast into each other" in text
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_numbers_of_other_dtypes_are_not_called_bytes(dtype: torch.dtype) -> None:
+    text = problem(read(CHANNEL, a__weight=W, a__weight_scale=(dtype, (256, 1))))
+    assert text.startswith(f"a.weight_scale is {dtype} of shape [256, 1].")
+    assert text.endswith("Export again with scales in one of these dtypes.")
+
+
 @pytest.mark.parametrize(
     ("quantization", "shape"),
     [

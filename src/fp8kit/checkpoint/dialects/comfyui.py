@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
+
 from fp8kit.checkpoint.dialects import base
 from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, Source
 from fp8kit.errors import CheckpointError, some_of
@@ -20,6 +22,7 @@ from fp8kit.formats import GroupShape
 METADATA = "_quantization_metadata"
 ENTRY = "comfy_quant"
 MARKER = "scaled_fp8"
+_BYTES = (torch.uint8, torch.float8_e8m0fnu)
 
 
 def describes_layers(names: Iterable[str], metadata: Mapping[str, str]) -> bool:
@@ -56,6 +59,8 @@ def _parse(source: Source) -> Announcement:
     def format_of(layer: str) -> Format:
         place = f"{layer}.{ENTRY}".lstrip(".")
         entry = base.object_in(place, source.metadata.get(place, layers.get(layer, {})))
+        if not entry:
+            _refuse_bytes(layer, source)
         _check_format(layer, entry.get("format"), source)
         exact = layer.startswith(exact_in) or bool(entry.get("full_precision_matrix_mult"))
         exact = exact or layer in source.repeated
@@ -69,6 +74,19 @@ def _parse(source: Source) -> Announcement:
     some = some_of(sorted(source.repeated))
     copies = f"Input scales that are copies of scales of weights are ignored: {some}."
     return Announcement(format_of, unread=(copies,) if source.repeated else ())
+
+
+def _refuse_bytes(layer: str, source: Source) -> None:
+    """Refuse MX scales of a layer without an entry, which may lie in tiles or row by row."""
+    for kind in ("weight_scale", "scale_weight"):
+        name = f"{layer}.{kind}".lstrip(".")
+        if name in source.kinds and source.kinds[name][0] in _BYTES:
+            raise CheckpointError(
+                f"{name} is {source.kinds[name][0]}, and no {ENTRY} entry describes its layer.",
+                "ComfyUI's MXFP8 has one: without it, scales may lie row by row or in tiles.",
+                f'If they lie in tiles of 128x4, add {ENTRY} with {{"format": "mxfp8"}}; if row by '
+                "row, export a folder with a config.json.",
+            )
 
 
 def _check_format(layer: str, form: object, source: Source) -> None:

@@ -39,7 +39,8 @@ class Partial:
             if first is None:
                 self.between.append((source, kept(rows)))
             else:
-                whole[first : first + rows.shape[0]].copy_(rows)
+                with torch.inference_mode(whole.is_inference()), torch.no_grad():
+                    whole[first : first + rows.shape[0]].copy_(rows)
 
     def rows_of(self, expert: int) -> int:
         """Count the rows of one matrix that have arrived."""

@@ -361,7 +361,7 @@ class Placement:
         if not held.is_meta and held.device == moved.device:
             if any(n > 1 and not step for n, step in zip(held.shape, held.stride(), strict=True)):
                 held.data = held.data.contiguous()  # an expanded tensor repeats memory
-            with torch.no_grad():
+            with torch.inference_mode(held.is_inference()), torch.no_grad():
                 held.copy_(cast_numbers(name, moved, held.dtype))
             return
         borrowed = moved is value and not (fresh or self._owned)

@@ -151,7 +151,9 @@ def scale_problem(name: str, scale: Kind, shape: Shape, fmt: Format, announced: 
     listed = " or ".join(str(list(s)) for s in shapes[:3]) or "none in this dialect"
     remedy = "Correct the config if it names another scheme, or export again."
     if scale[0] not in dtypes:
-        remedy = "Exponent bytes and numbers are not cast into each other: export again."
+        remedy = "Export again with scales in one of these dtypes."
+        if group == MX or scale[0] in _BYTES:
+            remedy = "Exponent bytes and numbers are not cast into each other: export again."
     elif len(scale[1]) == 1 and len(shape) == 2 and group.rows < 2:
         remedy += " If each part of a fused layer has one: fp8kit.load(dir, widths={name: rows})."
     elif len(shape) == 3:
