@@ -203,3 +203,16 @@ def test_random_codes_and_exponents_against_fractions() -> None:
             assert held == exact or (
                 (exact * 512).denominator > 1 and abs(held - exact) * 1024 <= 1
             )
+
+
+def test_codes_under_a_scale_that_is_nan_become_nan() -> None:
+    """As an interrupted load leaves them: no numbers, so none are lost."""
+    q = fp8kit.quantize(torch.randn(4, 64), MX)
+    found = fp8kit.rebase(q, ROW).q
+    scale, other = found.scale.clone(), q.scale.clone()
+    scale[1], other[1] = torch.nan, 0
+    restored = restore(QTensor(found.data, scale, ROW), other, "it")
+    assert restored.data[1].float().isnan().all()
+    assert not restored.data[[0, 2, 3]].float().isnan().any()
+    with pytest.raises(ValueError, match="do not fit"):
+        restore(found, other, "it")

@@ -17,7 +17,7 @@ from fp8kit.checkpoint.dialects.base import TEXT_PARTS
 from fp8kit.checkpoint.expert_splitting import ExpertLayer, own_names, split_experts, tensors_of
 from fp8kit.checkpoint.schema.naming import MARKERS, dense_stacks, named, sort_names
 from fp8kit.errors import CheckpointError, some_of
-from fp8kit.formats import FP8_FORMATS, TENSOR, Scheme
+from fp8kit.formats import E4M3FN, FP8_FORMATS, TENSOR, Scheme
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.mx_forms import stored_weight
@@ -99,14 +99,21 @@ def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:
 
 
 def as_stored(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a ``state_dict`` with rebased weights turned back into MX weights, on the CPU."""
+    """Return a ``state_dict`` with rebased weights turned back into MX weights, on the CPU.
+
+    Codes of another encoding stay: no file holds them, and the check of a target names the way out.
+    """
     found = dict(state)
     for name, layer in model.named_modules():
-        if isinstance(layer, Fp8Linear) and layer.scheme.rebased:
+        if not isinstance(layer, Fp8Linear | ExpertTensors) or not layer.scheme.rebased:
+            continue
+        if layer.scheme.dtype != E4M3FN.dtype:
+            continue
+        if isinstance(layer, Fp8Linear):
             if found.pop(named(name, "weight_exponents"), None) is not None:
                 q = stored_weight(layer).to("cpu")
                 found[named(name, "weight")], found[named(name, "weight_scale")] = q.data, q.scale
-        if isinstance(layer, ExpertTensors) and layer.scheme.rebased:
+        else:
             for stack in layer.stacks.names:
                 if found.pop(named(name, f"{stack}_exponents"), None) is not None:
                     q = layer.stored(stack).to("cpu")

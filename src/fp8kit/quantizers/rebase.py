@@ -129,19 +129,22 @@ def restore(q: QTensor, exponents: Tensor, what: str) -> QTensor:
 
     ``q`` is a result of ``rebase``: e4m3fn codes with powers of two as scales; ``exponents`` are
     the E8M0 bytes that it kept, ``scale_shape(q.shape, MX)``. Where ``rebase`` changed a value, the
-    restored code is the one nearest to the changed value. Raises ``ValueError``, which names
-    ``what``, if groups cannot hold their codes: they are of other codes.
+    restored code is the one nearest to the changed value. Codes under a scale that is NaN become
+    NaN. Raises ``ValueError``, which names ``what``, if groups cannot hold their codes: they are of
+    other codes.
     """
     data = torch.empty_like(q.data, memory_format=torch.contiguous_format)
     if data.numel():
         lost = torch.zeros((), dtype=torch.int64, device=q.device)
         shared = torch.frexp(q.scale)[1] + (_BIAS - 1)
         wide = _spread(shared, exponents.shape, q.group)
+        absent = _spread(q.scale.isnan(), exponents.shape, q.group)
         for rows in _pieces(data):
-            own = _rows(exponents, rows)
+            own, no_number = _rows(exponents, rows), _rows(absent, rows)
             codes, index = _shifted(_rows(q.data, rows), _rows(wide, rows) - own.int())
-            lost += _misfit_table(codes.device)[index].count_nonzero()  # NaN fits everywhere
-            nan = _per_element(own == _E8M0_NAN, codes.shape[-1])
+            misfits = _misfit_table(codes.device)[index]  # NaN fits everywhere
+            lost += (misfits & ~_per_element(no_number, codes.shape[-1])).count_nonzero()
+            nan = _per_element((own == _E8M0_NAN) | no_number, codes.shape[-1])
             _rows(data, rows).view(torch.uint8).copy_(codes.masked_fill_(nan, _NAN))
         if lost:
             raise InvalidValue(
