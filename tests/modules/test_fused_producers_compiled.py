@@ -151,6 +151,17 @@ def test_adaptive_norms_write_codes_in_a_graph(
 
 
 @torch.no_grad()
+def test_layers_that_took_another_form_read_a_tensor(device: torch.device) -> None:
+    model, inputs = many_rows(flux, device)
+    norm = model.single_transformer_blocks[0].norm
+    norm.scheme = fp8kit.SCHEMES["MXFP8"]  # as at the fusion, before a move gave layers their form
+    compiled = Compiled(model, fullgraph=True)
+    found = compiled(**inputs, return_dict=False)[0]
+    assert norms(compiled)[0] == 1  # of the other block
+    assert relative_error(found, model(**inputs, return_dict=False)[0]) < 0.02
+
+
+@torch.no_grad()
 def test_layers_of_few_rows_are_joined_behind_an_adaptive_norm(device: torch.device) -> None:
     model, inputs = ready(flux, device)
     fp8kit.convert(model)
