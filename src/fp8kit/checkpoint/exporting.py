@@ -105,9 +105,9 @@ def as_stored(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     found = dict(state)
     for name, layer in model.named_modules():
-        if not isinstance(layer, Fp8Linear | ExpertTensors) or not layer.scheme.rebased:
+        if not isinstance(layer, Fp8Linear | ExpertTensors):
             continue
-        if layer.scheme.dtype != E4M3FN.dtype:
+        if not layer.scheme.rebased or layer.scheme.dtype != E4M3FN.dtype:
             continue
         if isinstance(layer, Fp8Linear):
             if found.pop(named(name, "weight_exponents"), None) is not None:

@@ -22,7 +22,7 @@ from fp8kit.formats import GROUP128, GroupShape, scale_dtype, scale_shape
 LAYOUTS = ("row", "column")
 _MULTIPLE = 4  # rows: 16 bytes of ``float32``
 _TILE_ROWS, _TILE_COLS = 128, 4  # scales in a tile of 512 bytes, for MX products
-_E8M0 = (torch.uint8, torch.float8_e8m0fnu)
+E8M0_DTYPES = (torch.uint8, torch.float8_e8m0fnu)  # of the scales of MX groups
 _TMA_ALIGN, _FULL_RATE = 16, 64  # rows of codes start at multiples of so many bytes
 
 
@@ -158,7 +158,7 @@ def _tile_counts(rows: int, cols: int, order: str) -> tuple[int, ...]:
 
 
 def _check_exponents(scale: Tensor) -> None:
-    if not isinstance(scale, Tensor) or scale.dtype not in _E8M0:
+    if not isinstance(scale, Tensor) or scale.dtype not in E8M0_DTYPES:
         found = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
         raise InvalidType(
             f"Got scales of {found}.",

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch
-
 from fp8kit.checkpoint.dialects import base
 from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, Source
 from fp8kit.errors import CheckpointError, some_of
 from fp8kit.formats import GroupShape
+from fp8kit.quantizers.scale_layout import E8M0_DTYPES
 
 METADATA = "_quantization_metadata"
 ENTRY = "comfy_quant"
 MARKER = "scaled_fp8"
-_BYTES = (torch.uint8, torch.float8_e8m0fnu)
 
 
 def describes_layers(names: Iterable[str], metadata: Mapping[str, str]) -> bool:
@@ -80,7 +78,7 @@ def _refuse_bytes(layer: str, source: Source) -> None:
     """Refuse MX scales of a layer without an entry, which may lie in tiles or row by row."""
     for kind in ("weight_scale", "scale_weight"):
         name = f"{layer}.{kind}".lstrip(".")
-        if name in source.kinds and source.kinds[name][0] in _BYTES:
+        if name in source.kinds and source.kinds[name][0] in E8M0_DTYPES:
             raise CheckpointError(
                 f"{name} is {source.kinds[name][0]}, and no {ENTRY} entry describes its layer.",
                 "ComfyUI's MXFP8 has one: without it, scales may lie row by row or in tiles.",

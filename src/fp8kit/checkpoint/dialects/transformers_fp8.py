@@ -14,8 +14,7 @@ import torch
 from fp8kit.checkpoint.dialects import base
 from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Format, JsonObject, Source, Spec
 from fp8kit.formats import BLOCK, MX, TENSOR, GroupShape, scale_shape
-
-_BYTES = (torch.uint8, torch.float8_e8m0fnu)
+from fp8kit.quantizers.scale_layout import E8M0_DTYPES
 
 
 def _detect(source: Source) -> bool:
@@ -63,7 +62,7 @@ def _is_mx(layer: str, source: Source) -> bool:
     """Return whether a layer is an FP4 expert of DeepSeek V4, which was unpacked to MX."""
     shape = source.kinds.get(f"{layer}.weight", (None, ()))[1]
     scales = (source.kinds.get(f"{layer}.{kind}") for kind in ("scale", "weight_scale_inv"))
-    wanted = {(dtype, scale_shape(shape, MX)) for dtype in _BYTES} if shape else set()
+    wanted = {(dtype, scale_shape(shape, MX)) for dtype in E8M0_DTYPES} if shape else set()
     return any(scale in wanted for scale in scales)
 
 

@@ -11,8 +11,8 @@ from fp8kit.checkpoint.dialects import Format, JsonObject, text_part
 from fp8kit.conversion.patterns import matches
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import BLOCK, FLOATS, MX, ROW, TENSOR, GroupShape, Scheme, scale_shape
+from fp8kit.quantizers.scale_layout import E8M0_DTYPES
 
-_BYTES = (torch.uint8, torch.float8_e8m0fnu)
 Shape = tuple[int, ...]
 Kind = tuple[torch.dtype, Shape]
 
@@ -127,7 +127,7 @@ def granularity(fmt: Format, shape: Shape, scale: Kind) -> GroupShape:
         return fmt.weight
     if len(shape) == 2 and len(scale[1]) == 3 and scale[1][1] and shape[1] % scale[1][1] == 0:
         return GroupShape(1, shape[1] // scale[1][1])
-    candidates = (MX, BLOCK) if scale[0] in _BYTES else (TENSOR, ROW, BLOCK, MX)
+    candidates = (MX, BLOCK) if scale[0] in E8M0_DTYPES else (TENSOR, ROW, BLOCK, MX)
     fitting = [g for g in candidates if scale[1] in accepted_shapes(shape, g, fmt)]
     if fitting == [ROW, BLOCK]:  # [1, N] is a row of blocks before it is a row of scales
         return BLOCK
@@ -142,7 +142,7 @@ def scale_problem(name: str, scale: Kind, shape: Shape, fmt: Format, announced: 
     group = fmt.weight
     assert group is not None
     shapes = accepted_shapes(shape, group, fmt)
-    dtypes: tuple[torch.dtype, ...] = _BYTES if group == MX else FLOATS
+    dtypes: tuple[torch.dtype, ...] = E8M0_DTYPES if group == MX else FLOATS
     if group.rows > 1:  # DeepSeek V4 stores powers of two so
         dtypes = (*FLOATS, torch.float8_e8m0fnu)
     if scale[0] in dtypes and scale[1] in shapes:
@@ -152,7 +152,7 @@ def scale_problem(name: str, scale: Kind, shape: Shape, fmt: Format, announced: 
     remedy = "Correct the config if it names another scheme, or export again."
     if scale[0] not in dtypes:
         remedy = "Export again with scales in one of these dtypes."
-        if group == MX or scale[0] in _BYTES:
+        if group == MX or scale[0] in E8M0_DTYPES:
             remedy = "Exponent bytes and numbers are not cast into each other: export again."
     elif len(scale[1]) == 1 and len(shape) == 2 and group.rows < 2:
         remedy += " If each part of a fused layer has one: fp8kit.load(dir, widths={name: rows})."

@@ -17,6 +17,7 @@ from torch import Tensor
 from fp8kit.checkpoint.storage.headers import TensorInfo
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import MX
+from fp8kit.quantizers.scale_layout import E8M0_DTYPES
 
 _CODES = torch.float8_e4m3fn
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, in the order of the codes
@@ -92,7 +93,7 @@ def _is_matrix(packed: TensorInfo, scales: TensorInfo | None) -> bool:
 
 
 def _bytes_of(scales: TensorInfo, shape: tuple[int, ...]) -> bool:
-    return scales.dtype in (torch.uint8, torch.float8_e8m0fnu) and scales.shape == shape
+    return scales.dtype in E8M0_DTYPES and scales.shape == shape
 
 
 def _refuse_tiles(codes: TensorInfo, scales: TensorInfo | None) -> None:
