@@ -23,7 +23,7 @@ from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import holds_matrix
 from fp8kit.modules.joining import can_share
-from fp8kit.modules.parameters import held_bytes
+from fp8kit.modules.parameters import held_bytes, outside_inference_mode
 from fp8kit.modules.weight_parts import native_scheme
 from fp8kit.ops.validation import check_row_counts
 
@@ -86,9 +86,7 @@ class Plan:
     def _carry_out(self, weight_storage: str) -> Report:
         remedy = "Pass one of these; 'discard' frees the dense weights."
         check_choice("weight_storage", weight_storage, STORAGES, remedy)
-        recording = torch.is_grad_enabled()
-        # layers made in inference mode could not load other weights or pass gradients on
-        with torch.inference_mode(False), torch.set_grad_enabled(recording):
+        with outside_inference_mode():
             replacement.replace_layers(
                 self.model, self.scheme, self.report, self.calibrate, weight_storage
             )

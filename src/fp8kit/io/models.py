@@ -39,6 +39,7 @@ from fp8kit.io.arguments import as_device, check_missing, check_widths
 from fp8kit.modules.libraries import bare, is_transformers
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.mx_forms import named_form
+from fp8kit.modules.parameters import outside_inference_mode
 from fp8kit.modules.weight_parts import recode_for_devices
 from fp8kit.ops.validation import check_precision
 
@@ -194,9 +195,7 @@ def load(
     _check_request(checkpoint, model, scheme, include, exclude)
     form = None if scheme is None else named_form(Scheme.of(scheme), bool(checkpoint.spec))
     options: dict[str, Any] = {"device": where, "dtype": dtype, "strict": strict, "form": form}
-    recording = torch.is_grad_enabled()
-    # tensors made in inference mode could not take other weights or pass gradients on
-    with torch.inference_mode(False), torch.set_grad_enabled(recording):
+    with outside_inference_mode():
         if model is None:
             hf = integration()
             config = None

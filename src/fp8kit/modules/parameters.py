@@ -75,6 +75,14 @@ def moved(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Paramet
 
 
 @contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Make tensors that load other weights and pass gradients on, with grad mode as it is."""
+    recording = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(recording):
+        yield
+
+
+@contextmanager
 def written_together(
     module: nn.Module, names: Iterable[str], *, replaced: bool = False, expert: int | None = None
 ) -> Iterator[None]:
