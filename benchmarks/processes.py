@@ -88,15 +88,26 @@ class Subject(Protocol):
 
 
 def wall_us(
-    call: Callable[[], object], device: torch.device, seconds: float = _SHORTEST_S
+    call: Callable[[], object],
+    device: torch.device,
+    seconds: float = _SHORTEST_S,
+    in_a_row: int = 1,
 ) -> float:
-    """Return the mean microseconds of a call, host time included, over at least ``seconds``."""
+    """Return the mean microseconds of a call, host time included.
+
+    Args:
+        call: what to time.
+        device: the device it runs on.
+        seconds: the least time to measure.
+        in_a_row: number of calls before the host waits for the device.
+    """
     _synchronize(device)
     start, calls = time.perf_counter(), 0
     while not calls or time.perf_counter() - start < seconds:
-        call()
+        for _ in range(in_a_row):
+            call()
         _synchronize(device)
-        calls += 1
+        calls += in_a_row
     return (time.perf_counter() - start) * 1e6 / calls
 
 

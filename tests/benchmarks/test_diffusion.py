@@ -13,7 +13,7 @@ pytest.importorskip("diffusers")
 import diffusion
 from diffusion import Setup
 
-EAGER, COMPILED = Case("eager", 1, 24), Case("compiled", 1, 24)
+EAGER, COMPILED, LOOP = (Case(way, 1, 24) for way in ("eager", "compiled", "loop"))
 
 
 def setup(variant: str) -> Setup:
@@ -32,7 +32,7 @@ def test_every_way_gives_the_numbers_of_bf16_but_for_fp8(variant: str) -> None:
     dense, fp8 = diffusion.build(setup("bf16")), diffusion.build(setup(variant))
     assert dense.about()["fp8_gb"] == 0
     assert fp8.about()["fp8_gb"] > 0
-    for case in (EAGER, COMPILED):
+    for case in (EAGER, COMPILED, LOOP):
         exact, found = (torch.tensor(one.prepare(case).result) for one in (dense, fp8))
         assert 1e-3 < float((found - exact).norm() / exact.norm()) < 0.1, case
         assert 0 < fp8.measure(case) < 1e7

@@ -101,3 +101,14 @@ def test_a_model_that_is_not_what_its_column_says_is_refused() -> None:
     processes.check_fp8(dense, wanted=True)
     with pytest.raises(ValueError, match="GB are FP8"):
         processes.check_fp8(dense, wanted=False)
+
+
+def test_calls_in_a_row_count_one_by_one() -> None:
+    calls = []
+
+    def call() -> None:
+        calls.append(time.sleep(0.002))
+
+    us = processes.wall_us(call, torch.device("cpu"), seconds=0, in_a_row=8)
+    assert len(calls) == 8
+    assert 2000 <= us < 20_000
