@@ -80,5 +80,9 @@ def test_the_kernel_before_the_products_compiles(
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_the_kernel_behind_the_products_compiles(dtype: torch.dtype) -> None:
-    cuda_resources(sources.combine_source(256, 8, dtype))
+@pytest.mark.parametrize(("threads", "at_once", "blocks"), [(256, 8, 1), (256, 2, 8), (96, 2, 21)])
+def test_the_kernel_behind_the_products_compiles(
+    threads: int, at_once: int, blocks: int, dtype: torch.dtype
+) -> None:
+    found = cuda_resources(sources.combine_source(threads, at_once, blocks, dtype))
+    assert found["registers"] * threads * blocks <= 65536

@@ -51,7 +51,7 @@ struct Epilogue {
 
   // Loads factors and biases of the tile early, so that nothing waits for memory after the MMAs.
   __device__ void load(const TileWalk& tile, const Operands<Product>& of, int feature) {
-    facts.tokens[threadIdx.x / 128].template load<Product>(tile.row, tile.end, of.factors, of.to.pair_of_row);
+    facts.tokens[threadIdx.x / 128].load(tile.row, tile.end, of);
     const int of_thread = feature + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int half = 0; half < Product::HALVES; half++)

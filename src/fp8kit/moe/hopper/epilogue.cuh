@@ -16,7 +16,7 @@ struct Features {
 };
 
 struct Factors {
-  const float* token;  // per row or per tensor; not read with TOKEN_GROUPS
+  const float* token;  // per row, per token that is GATHERED, or per tensor; not read with TOKEN_GROUPS
   int token_stride;
   const float* weight;  // per row or per tensor of each expert; not read here with WEIGHT_BLOCKS
   int expert_stride, row_stride;
@@ -45,7 +45,6 @@ struct Destination {
   void* y;  // codes [rows, I], or 16-bit numbers [pairs, H]
   float* scale;  // of codes: [groups, pitch], or one that is given
   int pitch;
-  const int* pair_of_row;
   float min_scale;
 };
 
@@ -59,6 +58,8 @@ struct Operands {
   Features features;
   Gate gate;  // of the first product
   Destination to;
+  const int* pair_of_row;  // of a product that gathers, or that stores rows by pair
+  int top_k;
 
   static constexpr int CHUNKS = 2 / Product::HALVES;  // of TILE_K in a step
 
@@ -76,11 +77,14 @@ struct TokenFacts {
   int pair[TOKENS];
 
   template <typename Product>
-  __device__ void load(int row, int end, const Factors& factors, const int* pair_of_row) {
+  __device__ void load(int row, int end, const Operands<Product>& of) {
     for (int i = threadIdx.x % 128; i < TOKENS; i += 128) {
       const int at = min(row + i, end - 1);
-      if (!Product::TOKEN_GROUPS) copy_async(&scale[i], factors.token + (long long)at * factors.token_stride);
-      if (!Product::ACTIVATED) copy_async(&pair[i], pair_of_row + at);
+      if (!Product::TOKEN_GROUPS) {
+        const int from = Product::GATHERED ? __ldcg(of.pair_of_row + at) / of.top_k : at;
+        copy_async(&scale[i], of.factors.token + (long long)from * of.factors.token_stride);
+      }
+      if (!Product::ACTIVATED) copy_async(&pair[i], of.pair_of_row + at);
     }
   }
 };

@@ -65,8 +65,9 @@ _MOST_PAIRS = 2**21  # an expert's tiles of 64 are counted in 15 bits
 _CHECKED_TOKENS = 97  # so many that pairs are not few
 _CHECKED_FEW = 2  # so few that pairs have narrow tiles
 # rows of a token that a thread loads together, with few pairs and with many: more hide latency,
-# fewer raise occupancy
+# fewer leave registers for as many threads as an SM may have
 _AT_ONCE = {True: 8, False: 2}
+_THREADS_PER_SM = 2048
 _LONG = 4096  # K of a product beside which its epilogue is short
 _MOST_VECTORS = 8  # of 16 bytes of a token that a thread holds
 
@@ -265,7 +266,9 @@ def _sum(call: Call, products: Tensor, y: Tensor) -> Launch:
         *pointers(products, call.found.row_of_pair, call.operands.weights, y),
         *integers(call.problem.top_k, vectors),
     )
-    kernel = _combine_kernel(threads, _AT_ONCE[has_few_pairs(call)], y.dtype, y.device.index)
+    few, pair_bytes = has_few_pairs(call), 8
+    sizes = (threads, _AT_ONCE[few], 1 if few else _THREADS_PER_SM // threads)
+    kernel = _combine_kernel(*sizes, pair_bytes * call.problem.top_k, y.dtype, y.device.index)
     return Launch(kernel, y.shape[0] * -(-vectors // threads), arguments)
 
 
@@ -277,10 +280,10 @@ def _pairs_kernel(variant: PairsVariant, shared: int, device: int) -> cuda_launc
 
 @functools.cache
 def _combine_kernel(
-    threads: int, at_once: int, dtype: torch.dtype, device: int
+    threads: int, at_once: int, blocks_per_sm: int, shared: int, dtype: torch.dtype, device: int
 ) -> cuda_launch.Kernel:
-    sizes, place = (threads, 1, 0), torch.device("cuda", device)
-    source = combine_source(threads, at_once, dtype)
+    sizes, place = (threads, 1, shared), torch.device("cuda", device)
+    source = combine_source(threads, at_once, blocks_per_sm, dtype)
     return cuda_launch.Kernel(source, "combine_rows", *sizes, place)
 
 

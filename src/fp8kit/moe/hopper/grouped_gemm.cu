@@ -376,7 +376,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
       {x_scale, x_stride, w13_scale, w13_expert_stride, w13_row_stride, bias13},
       {intermediate, gate_step, up_row, w13_rows},
       {limit, alpha, up_offset},
-      {h, h_scale, h_pitch, nullptr, min_scale}};
+      {h, h_scale, h_pitch, min_scale},
+      gathered_pairs, top_k};
   if (producer && elect_one()) prefetch_maps(up, loads_weights);
 #endif
 #if SECOND
@@ -385,7 +386,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
       {h_token_scale, h_stride, w2_scale, w2_expert_stride, w2_row_stride, bias2},
       {features, w2_step, w2_second, w2_rows},
       {},
-      {products, nullptr, 0, pair_of_row, 0.0f}};
+      {products, nullptr, 0, 0.0f},
+      pair_of_row, 1};
   if (producer && elect_one()) prefetch_maps(down, loads_weights);
 #endif
 #if LISTS

@@ -4,7 +4,7 @@
 // cluster: each warp counts the experts of a stretch of pairs, prefix sums over all warps of all blocks
 // give it a first row for each expert, then it walks its stretch again. The next kernel quantizes at the
 // same time. It waits for the sort before it stores codes; where codes are written once per token, for a
-// product that gathers the rows of its pairs, only before it stores scales. Both sorts are stable.
+// product that gathers the rows of its pairs, only before it stores scales of groups. Both sorts are stable.
 //
 //   macro           unit         meaning
 //   THREADS         threads      of a block
@@ -188,6 +188,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_and_quantize(
       if (own_rows[j] >= 0) *(uint2*)(codes + own_rows[j] * row_bytes + at * EACH) = bytes;
   };
   const float scale = held.quantize(maxima, given_scale, min_scale, vectors, store);
+  if (GATHERED && SCALES != 1) {
+    // The product finds the scale by the token of a pair, so one block waits for the sort, for the kernels
+    // that wait for this one. The others make room for the product.
+    if (SCALES == 0 && threadIdx.x == 0) scales[token] = scale;
+    if (token == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+    return;
+  }
   if (GATHERED) load_rows();
   if (SCALES == 0)
     for (int i = threadIdx.x; i < top_k; i += THREADS)

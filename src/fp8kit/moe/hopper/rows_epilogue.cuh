@@ -37,7 +37,7 @@ struct Epilogue {
   // Loads factors and biases of the tile early, so that nothing waits for memory after the MMAs.
   __device__ void load(const TileWalk& tile, const Operands<Product>& of, int feature) {
     const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
-    facts.tokens[warpgroup].template load<Product>(tile.row + warpgroup * 64, tile.end, of.factors, of.to.pair_of_row);
+    facts.tokens[warpgroup].load(tile.row + warpgroup * 64, tile.end, of);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int row = of.features.template row<Product>(feature + thread, half);

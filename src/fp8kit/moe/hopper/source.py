@@ -169,7 +169,12 @@ def one_token_source(variant: OneTokenVariant, kernel: str) -> str:
     )
 
 
-def combine_source(threads: int, at_once: int, dtype: torch.dtype) -> str:
+def combine_source(threads: int, at_once: int, blocks_per_sm: int, dtype: torch.dtype) -> str:
     """Return the CUDA source that adds the rows of each token."""
-    macros: dict[str, int | str] = {"THREADS": threads, "AT_ONCE": at_once, "KIND": KINDS[dtype]}
+    macros: dict[str, int | str] = {
+        "THREADS": threads,
+        "AT_ONCE": at_once,
+        "BLOCKS_PER_SM": blocks_per_sm,
+        "KIND": KINDS[dtype],
+    }
     return nvrtc.joined(macros, "quantizers/encode.cuh", "moe/hopper/combine.cu")
