@@ -59,8 +59,8 @@ def failure(problem: Problem, run: Callable[..., Tensor], tokens: int = _TOKENS)
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 teach(
-                    "A layer of experts, or one token of it, is called for the first time while a "
-                    "graph is captured.",
+                    "A layer of experts, or a few tokens of it, is called for the first time while "
+                    "a graph is captured.",
                     "Its kernels are compiled, and tried on a few rows, before they are captured.",
                     "Call the layer once before the capture, or fp8kit.warmup(model).",
                 )

@@ -1,7 +1,8 @@
-// The result of one token, from its activated gates and ups. A block computes 8 features for all pairs, then the 8
-// that are gridDim.x * 8 further on. Its first weights arrive while the previous kernel ends. The two warps of a cluster
-// that multiply the same groups quantize half of them each. one_token.cuh lists the macros.
+// The result of a few tokens, from their activated gates and ups. A block computes 8 features of a token, then the 8
+// that its token's blocks have left. Its first weights arrive while the previous kernel ends. The two warps of a cluster
+// that multiply the same groups quantize half of them each. dot_products.cuh lists the macros.
 
+constexpr int CLUSTER = 2;  // blocks that share the work of quantizing
 constexpr int INNER_SPANS = (INNER + SPAN - 1) / SPAN;
 constexpr int PAIRS_AT_ONCE = DOWN_WARPS / WARPS_OF_PAIR, PAIRS_OF_WARP = (PAIRS + PAIRS_AT_ONCE - 1) / PAIRS_AT_ONCE;
 constexpr int SPANS_OF_PAIR = (INNER_SPANS + WARPS_OF_PAIR - 1) / WARPS_OF_PAIR;  // of a warp
@@ -16,10 +17,10 @@ struct HeldPairs {
   float weight;
   u32 existing;  // a bit for each pair that has an expert
 
-  __device__ __forceinline__ HeldPairs(const Routes& routes, const float* router_weights) {
+  __device__ __forceinline__ HeldPairs(const Routes& routes, const float* router_weights, int token) {
     lane = threadIdx.x % 32;
-    expert = lane < PAIRS ? routes.expert(lane) : -1;
-    weight = lane < PAIRS ? __ldcg(router_weights + lane) : 0.0f;
+    expert = lane < PAIRS ? routes.expert(token * PAIRS + lane) : -1;
+    weight = lane < PAIRS ? __ldcg(router_weights + token * PAIRS + lane) : 0.0f;
     existing = __ballot_sync(~0u, expert >= 0);
   }
 };
@@ -177,17 +178,19 @@ __device__ __forceinline__ float2 multiply_parts(const u8* weights, const u8* qu
 }
 
 extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS, 32 / DOWN_WARPS) downs(
-    const void* ids, int id_bytes, int experts, const float* router_weights, const float* h, const float* given_scale,
-    float min_scale, const u8* codes, const float* scale, const void* bias, int rows, int expert_stride,
+    const void* ids, int id_bytes, int experts, int tokens, int stride, const float* router_weights,
+    const float* h, const float* given_scale, float min_scale, const u8* codes, const float* scale, const void* bias, int rows, int expert_stride,
     int row_stride, u16* y) {
   extern __shared__ __align__(128) u8 weights[];  // rows of all pairs; then the pairs' codes and scales
   u8* const quantized = weights + PAIRS * ROWS * INNER;
   __shared__ float sums[2][DOWN_WARPS][ROWS];
+  __shared__ volatile int token_of_block;  // a register too many, if it stayed in one
   __shared__ u64 arrived, received[DOWN_WARPS];
   const Weights w = {codes, scale, bias, rows, INNER, expert_stride, row_stride};
-  const HeldPairs pairs({ids, id_bytes, PAIRS, experts}, router_weights);
+  const int cluster = blockIdx.x / CLUSTER, token = ONE_TOKEN ? 0 : cluster % tokens;
+  const HeldPairs pairs({ids, id_bytes, PAIRS, experts}, router_weights, token);
   const int warp = threadIdx.x / 32, lane = pairs.lane;
-  int row = blockIdx.x * ROWS;
+  int row = ((ONE_TOKEN ? cluster : cluster / tokens) * CLUSTER + cluster_rank()) * ROWS;
   if (lane == 0) {
     barrier_init(shared(received + warp), 1);
     barrier_init_fence();
@@ -195,6 +198,7 @@ extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS, 32 / DOWN_WARPS) d
   }
   if (warp == 0) {
     if (lane == 0) {
+      token_of_block = token;
       barrier_init(shared(&arrived), 1);
       barrier_init_fence();
     }
@@ -205,9 +209,9 @@ extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS, 32 / DOWN_WARPS) d
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // both blocks run, and have their barriers
-  quantize_parts(h, given_scale, min_scale, pairs, quantized, received + warp);
+  quantize_parts(h + (long long)token * PAIRS * INNER, given_scale, min_scale, pairs, quantized, received + warp);
   for (u32 parity = 0;; parity ^= 1) {
-    const int next = row + gridDim.x * ROWS;
+    const int next = row + stride;
     const bool more = next < HIDDEN;
     const Factors of_next = more ? factors_of(w, pairs, next) : factors;
     const float added_next = more && warp == 0 ? biases(w, pairs, next) : 0.0f;
@@ -223,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS, 32 / DOWN_WARPS) d
         sum += DOWN_WARPS % 4 == 0 || from < DOWN_WARPS ? sums[parity][from][lane % 8] : 0.0f;
       }
       sum = sum_of_quarters(sum) + added;
-      if (lane < ROWS) y[row + lane] = (u16)narrow(sum, 0.0f);
+      if (lane < ROWS) y[(ONE_TOKEN ? 0 : (long long)token_of_block * HIDDEN) + row + lane] = (u16)narrow(sum, 0.0f);
     }
     if (!more) return;
     row = next, factors = of_next, added = added_next;

@@ -5,11 +5,11 @@ Pairs of a token and an expert are sorted, and tokens are quantized into rows in
 gates and ups, activates and quantizes. A second one multiplies the result by the down weights and
 writes each row to the place of its pair (``grouped_gemm.cu``; both are one kernel where
 products are short).
-The rows of each token are added in their order (``combine.cu``). A single token has two kernels of
-its own (``one_token.py``).
+The rows of each token are added in their order (``combine.cu``). A few tokens have two kernels of
+their own (``dot_products.py``).
 
 Nothing waits for the host. Rows of pairs have the dtype of the input. The bits of a token's result
-depend on nothing but the token, and on whether it is the only one.
+depend on nothing but the token, and on whether it is one of few.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape, min_scale
 from fp8kit.matmul.hopper.tile_config import round_up
 from fp8kit.matmul.tma_operands import ALIGN
 from fp8kit.moe import self_check
-from fp8kit.moe.hopper import one_token
+from fp8kit.moe.hopper import dot_products
 from fp8kit.moe.hopper.launches import (
     SCALES,
     Call,
@@ -63,7 +63,7 @@ from fp8kit.runtime import cuda_launch, nvrtc
 
 _MOST_PAIRS = 2**21  # an expert's tiles of 64 are counted in 15 bits
 _CHECKED_TOKENS = 97  # so many that pairs are not few
-_CHECKED_FEW = 2  # so few that pairs have narrow tiles
+_CHECKED_FEW = 2  # so few that pairs have narrow tiles, or are computed by dot products
 # rows of a token that a thread loads together, with few pairs and with many: more hide latency,
 # fewer leave registers for as many threads as an SM may have
 _AT_ONCE = {True: 8, False: 2}
@@ -79,8 +79,8 @@ def supports(problem: ExpertsProblem | GroupedProblem) -> str | None:
     lacking = _lacking(problem)
     if lacking or not torch.cuda.is_available():
         return lacking
-    if one_token.serves(problem):
-        return self_check.failure(problem, one_token.experts, tokens=1)
+    if dot_products.serves(problem):
+        return self_check.failure(problem, dot_products.experts, min(problem.m, _CHECKED_FEW))
     failure = (
         self_check.failure(problem, experts)
         or self_check.failure(problem, experts, _CHECKED_FEW)
@@ -142,8 +142,8 @@ def experts(
     """Compute a layer of experts; ``config`` replaces the choice by the number of pairs."""
     # copies, if any, come first: all later kernels start before their predecessors have ended
     operands = _loadable(operands)
-    if config is None and one_token.serves(problem):
-        return one_token.experts(operands, problem)
+    if config is None and dot_products.serves(problem):
+        return dot_products.experts(operands, problem)
     x, pairs = operands.x, operands.ids.numel()
     chosen_by = (_whole_blocks(problem), wide_tiles(problem))
     config = config or choose(pairs, problem.experts, *chosen_by)

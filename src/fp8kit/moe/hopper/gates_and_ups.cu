@@ -1,13 +1,14 @@
-// The activated gates and ups of one token, in fp32. A block computes 8 features of a pair. It quantizes the token for
-// itself while its weights arrive. one_token.cuh lists the macros.
+// The activated gates and ups of a few tokens, in fp32. A block computes 8 features of a pair. It quantizes the token
+// for itself while its weights arrive. Of several tokens, neighbouring blocks compute the same features of all pairs, so
+// that pairs of one expert read its weights from memory once. dot_products.cuh lists the macros.
 
 constexpr int WHOLE_SPANS = HIDDEN / SPAN, HIDDEN_SPANS = (HIDDEN + SPAN - 1) / SPAN;
 constexpr bool SCALED_SPANS = SCALES == 1 || WEIGHT_BLOCKS;
 
 extern "C" __global__ void __launch_bounds__(32 * GATE_WARPS) gates_and_ups(
-    const void* ids, int id_bytes, int experts, const uint4* x, const float* given_scale, float min_scale,
-    const u8* codes, const float* scale, const void* bias, int rows, int expert_stride, int row_stride, int step,
-    int up_row, float limit, float alpha, float up_offset, float* h) {
+    const void* ids, int id_bytes, int experts, int tokens, const uint4* x, int x_vectors, const float* given_scale,
+    float min_scale, const u8* codes, const float* scale, const void* bias, int rows, int expert_stride,
+    int row_stride, int step, int up_row, float limit, float alpha, float up_offset, float* h) {
   extern __shared__ __align__(128) u8 weights[];  // rows of gates, then of ups; or they alternate
   __shared__ uint4 token[HIDDEN_SPANS][2][SPAN / 16];  // fp16; halves of 16 values lie apart, against bank conflicts
   __shared__ float factors[HIDDEN_SPANS], block_factors[2][WEIGHT_BLOCKS ? HIDDEN_SPANS : 1];
@@ -15,7 +16,8 @@ extern "C" __global__ void __launch_bounds__(32 * GATE_WARPS) gates_and_ups(
   __shared__ u32 maxima[GATE_WARPS];
   __shared__ u64 arrived;
   const Weights w = {codes, scale, bias, rows, HIDDEN, expert_stride, row_stride};
-  const int pair = blockIdx.x / (INNER / ROWS), feature = blockIdx.x % (INNER / ROWS) * ROWS, row = feature * step;
+  const int pairs = tokens * PAIRS, pair = ONE_TOKEN ? blockIdx.x / (INNER / ROWS) : blockIdx.x % pairs;
+  const int feature = (ONE_TOKEN ? blockIdx.x % (INNER / ROWS) : blockIdx.x / pairs) * ROWS, row = feature * step;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     barrier_init(shared(&arrived), 1);
@@ -24,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(32 * GATE_WARPS) gates_and_ups(
   __syncwarp();  // racecheck asks for it between the barrier and the copy that arrives there
   // `downs` starts when all blocks have waited here, so it reads the results of earlier kernels without a wait
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
-  const int expert = Routes{ids, id_bytes, PAIRS, experts}.expert(pair);
+  const int expert = Routes{ids, id_bytes, pairs, experts}.expert(pair);
   if (expert < 0) return;
   if (threadIdx.x == 0) {
     barrier_expect(shared(&arrived), 2 * ROWS * HIDDEN);
@@ -32,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(32 * GATE_WARPS) gates_and_ups(
     if (step == 1) bulk_load(weights + ROWS * HIDDEN, w.row_of(expert, row + up_row), ROWS * HIDDEN, shared(&arrived));
   }
   HeldToken<32 * GATE_WARPS> held;
-  held.load(x, HIDDEN / EACH);
+  held.load(x + (ONE_TOKEN ? 0 : (long long)(pair / PAIRS) * x_vectors), HIDDEN / EACH);
   // in the first warp, a lane has one gate or one up
   const int of_lane = row + lane % ROWS * step + lane / ROWS % 2 * up_row;
   float factor = 1, added = 0;

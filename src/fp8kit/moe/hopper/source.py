@@ -97,9 +97,10 @@ class PairsVariant(NamedTuple):
     dtype: torch.dtype
 
 
-class OneTokenVariant(NamedTuple):
-    """What the kernels of one token are compiled for; ``one_token.cuh`` says what fields mean."""
+class DotProductsVariant(NamedTuple):
+    """What dot products are compiled for; ``dot_products.cuh`` says what fields mean."""
 
+    one_token: bool
     hidden: int
     inner: int
     pairs: int
@@ -153,7 +154,7 @@ def pairs_source(variant: PairsVariant) -> str:
     )
 
 
-def one_token_source(variant: OneTokenVariant, kernel: str) -> str:
+def dot_products_source(variant: DotProductsVariant, kernel: str) -> str:
     """Return the CUDA source of ``gates_and_ups`` or ``downs``."""
     own = (name for name in variant._fields if name != "layer")
     macros: dict[str, int | str] = {**_named(variant, own), **variant.layer.macros()}
@@ -164,7 +165,7 @@ def one_token_source(variant: OneTokenVariant, kernel: str) -> str:
         "moe/hopper/routes.cuh",
         "moe/hopper/token.cuh",
         "moe/hopper/activation.cuh",
-        "moe/hopper/one_token.cuh",
+        "moe/hopper/dot_products.cuh",
         f"moe/hopper/{kernel}.cu",
     )
 

@@ -1,9 +1,11 @@
-// Shared by gates_and_ups.cu and downs.cu, which compute the experts of one token as dot products.
+// Shared by gates_and_ups.cu and downs.cu, which compute the experts of a few tokens as dot products.
+// Blocks belong to one token each; only L2 knows that tokens share weights.
 //
 //   macro           unit        meaning
-//   HIDDEN          features    of the token and the result
+//   ONE_TOKEN       0 or 1      there is one token
+//   HIDDEN          features    of a token and its result
 //   INNER           features    of the intermediate
-//   PAIRS           pairs       of the token and an expert, at most 32
+//   PAIRS           pairs       of a token and an expert, at most 32
 //   ROWS            rows        of a weight in a block
 //   GATE_WARPS      warps       of a block of gates_and_ups
 //   DOWN_WARPS      warps       of a block of downs
@@ -12,7 +14,7 @@
 //   GIVEN_SCALE     0 or 1      the intermediate has a static scale
 //   BIAS_KIND_13    dtype tag   of gates and ups
 //   BIAS_KIND_2     dtype tag   of downs
-//   KIND            dtype tag   of the token and the result, read by encode.cuh
+//   KIND            dtype tag   of tokens and the result, read by encode.cuh
 //
 // VECTORS and SCALES are read by token.cuh, GELU and LIMITED by activation.cuh. Sums have a fixed order.
 

@@ -1,4 +1,4 @@
-"""The kernels for one token, compared with ``slow_experts``, and which layers they support."""
+"""The kernels for a few tokens, compared with ``slow_experts``, and which layers they support."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slow_experts import (
     slow_experts,
 )
 
-one_token = pytest.importorskip("fp8kit.moe.hopper.one_token", reason="no cuda-bindings")
+dot_products = pytest.importorskip("fp8kit.moe.hopper.dot_products", reason="no cuda-bindings")
 hopper = pytest.importorskip("fp8kit.moe.hopper.experts", reason="no cuda-bindings")
 sources = pytest.importorskip("fp8kit.moe.hopper.source", reason="no cuda-bindings")
 nvrtc = pytest.importorskip("fp8kit.runtime.nvrtc", reason="no cuda-bindings")
@@ -42,6 +42,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "static": ((TENSOR, TENSOR), OSS, (4, 96, 176), 3, F16, ("static", "biases")),
     "gpt-oss": ((ROW, ROW), OSS, (5, 192, 320), 4, BF16, ("biases",)),
     "qwen3": ((ROW, ROW), Activation(), (9, 2048, 768), 8, BF16, ()),
+    "spread": ((ROW, ROW), Activation(), (64, 512, 256), 8, BF16, ()),  # serves three tokens
     # blocks of the second kernel compute more than one tile
     "wide": ((ROW, ROW), Activation(), (3, 7168, 256), 8, F16, ("biases",)),
     "wide, blocks": ((GROUP128, BLOCK), Activation(), (3, 4096, 1408), 2, BF16, ("biases",)),
@@ -51,20 +52,22 @@ CASES: dict[str, tuple[Any, ...]] = {
 ROUTINGS = ("drawn", "one expert", "foreign", "int32")
 
 
-def make(case: str, routing: str = "drawn") -> tuple[Layer, Tensor, Tensor, Tensor]:
+def make(
+    case: str, routing: str = "drawn", tokens: int = 1
+) -> tuple[Layer, Tensor, Tensor, Tensor]:
     """Draw a layer, its input and its routes."""
     groups, activation, sizes, top_k, dtype, others = CASES[case]
     layer = random_layer(groups, activation, sizes, "biases" in others)
     if "static" in others:
         layer = layer._replace(input_scale=torch.full((1, 1), 0.02))
-    ids = torch.randint(-1, sizes[0] + 1, (1, top_k))
+    ids = torch.randint(-1, sizes[0] + 1, (tokens, top_k))
     if routing == "one expert":
         ids = torch.full_like(ids, sizes[0] - 1)
     elif routing == "foreign":
         ids = torch.full_like(ids, -1)
     elif routing == "int32":
         ids = ids.int()
-    return layer, torch.randn(1, sizes[1]).to(dtype), ids, torch.rand(1, top_k)
+    return layer, torch.randn(tokens, sizes[1]).to(dtype), ids, torch.rand(tokens, top_k)
 
 
 def described(*given: Any) -> tuple[Any, Any]:
@@ -76,14 +79,23 @@ def described(*given: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("case", CASES)
 def test_one_token_is_served(case: str) -> None:
     _, problem = described(*make(case))
-    assert one_token.serves(problem)
+    assert dot_products.serves(problem)
 
 
-def test_other_tokens_and_wide_layers_are_not_served() -> None:
-    layer, x, ids, weights = make("rows")
-    two = described(layer, x.expand(2, -1), ids.expand(2, -1), weights.expand(2, -1))[1]
-    assert not one_token.serves(two)
-    problem = described(layer, x, ids, weights)[1]
+@pytest.mark.parametrize(
+    ("tokens", "experts", "served"),
+    [(2, 32, True), (2, 31, False), (8, 128, True), (8, 127, False), (16, 1024, False)],
+)
+def test_several_tokens_are_served_where_most_pairs_have_an_expert_alone(
+    tokens: int, experts: int, served: bool
+) -> None:
+    _, problem = described(*make("qwen3"))
+    assert problem.top_k == 8
+    assert dot_products.serves(dataclasses.replace(problem, m=tokens, experts=experts)) is served
+
+
+def test_wide_layers_are_not_served() -> None:
+    problem = described(*make("rows"))[1]
     changed = [
         {"batch_invariant": True},
         {"top_k": 33},
@@ -91,22 +103,23 @@ def test_other_tokens_and_wide_layers_are_not_served() -> None:
         {"intermediate": 14336},
     ]
     for change in changed:
-        assert not one_token.serves(dataclasses.replace(problem, **change)), change
+        assert not dot_products.serves(dataclasses.replace(problem, **change)), change
 
 
 @pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_nvrtc()))
 @pytest.mark.parametrize("kernel", ["gates_and_ups", "downs"])
+@pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("case", CASES)
-def test_both_kernels_compile(case: str, kernel: str) -> None:
-    operands, problem = described(*make(case))
-    variant = one_token.variant(operands, problem)
-    found = cuda_resources(sources.one_token_source(variant, kernel))
+def test_both_kernels_compile(case: str, tokens: int, kernel: str) -> None:
+    operands, problem = described(*make(case, tokens=tokens))
+    variant = dot_products.variant(operands, problem)
+    found = cuda_resources(sources.dot_products_source(variant, kernel))
     assert_fits(problem, variant, kernel, found)
 
 
 def assert_fits(problem: Any, variant: Any, kernel: str, found: dict[str, int]) -> None:
     """Check that an SM can run as many blocks as it should, given a kernel's ``cuda_resources``."""
-    dynamic = {"downs": one_token.down_bytes, "gates_and_ups": one_token.gate_bytes}[kernel]
+    dynamic = {"downs": dot_products.down_bytes, "gates_and_ups": dot_products.gate_bytes}[kernel]
     blocks, warps = {"downs": (2, variant.down_warps), "gates_and_ups": (1, variant.gate_warps)}[
         kernel
     ]
@@ -117,7 +130,7 @@ def assert_fits(problem: Any, variant: Any, kernel: str, found: dict[str, int]) 
 def largest_served(problem: Any, size: str) -> Any:
     """Return the problem with the largest ``hidden`` or ``intermediate`` that is served."""
     sizes = (dataclasses.replace(problem, **{size: n}) for n in range(16384, 0, -64))
-    return next(p for p in sizes if one_token.serves(p))
+    return next(p for p in sizes if dot_products.serves(p))
 
 
 @pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_nvrtc()))
@@ -133,8 +146,8 @@ def largest_served(problem: Any, size: str) -> Any:
 def test_the_largest_layer_that_is_served_fits(case: str, kernel: str, size: str) -> None:
     operands, problem = described(*make(case))
     problem = largest_served(problem, size)
-    variant = one_token.variant(operands, problem)
-    image, _ = nvrtc.compiled(sources.one_token_source(variant, kernel), "sm_90a")
+    variant = dot_products.variant(operands, problem)
+    image, _ = nvrtc.compiled(sources.dot_products_source(variant, kernel), "sm_90a")
     found = resources(image)  # some of the largest spill a word or two
     assert_fits(problem, variant, kernel, found | {"shared": found["shared"] - 1024})
 
@@ -144,7 +157,7 @@ def test_a_warp_of_downs_shares_one_pair_or_has_several(top_k: int) -> None:
     operands, problem = described(*make("rows"))
     problem = dataclasses.replace(problem, top_k=top_k)
     for inner in range(largest_served(problem, "intermediate").intermediate, 0, -128):
-        variant = one_token.variant(operands, dataclasses.replace(problem, intermediate=inner))
+        variant = dot_products.variant(operands, dataclasses.replace(problem, intermediate=inner))
         at_once, rest = divmod(variant.down_warps, variant.warps_of_pair)
         assert not rest
         assert variant.down_warps <= 16
@@ -154,13 +167,14 @@ def test_a_warp_of_downs_shares_one_pair_or_has_several(top_k: int) -> None:
 
 
 @pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_nvrtc()))
+@pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("case", ["blocks", "gpt-oss", "static", "qwen3"])
-def test_only_what_is_older_is_read_before_the_wait_and_from_l2(case: str) -> None:
-    operands, problem = described(*make(case))
-    variant = one_token.variant(operands, problem)
+def test_only_what_is_older_is_read_before_the_wait_and_from_l2(case: str, tokens: int) -> None:
+    operands, problem = described(*make(case, tokens=tokens))
+    variant = dot_products.variant(operands, problem)
 
     def loads_before_the_wait(kernel: str) -> list[str]:
-        code = machine_code(sources.one_token_source(variant, kernel))
+        code = machine_code(sources.dot_products_source(variant, kernel))
         (wait,) = [i for i, line in enumerate(code) if "ACQBULK" in line]
         return [line for line in code[:wait] if re.search(r"\bLDG", line)]
 
@@ -176,18 +190,20 @@ def run(*given: Any) -> Tensor:
     """Compute on the GPU, in memory that was full of NaN."""
     layer, *others = given
     operands, problem = described(on_device(layer, "cuda"), *(t.cuda() for t in others))
-    assert hopper.supports(problem) is None
+    served = dot_products.serves(problem)
+    assert not served or hopper.supports(problem) is None
     waste = [torch.full((1 << 24,), math.nan, device="cuda") for _ in range(2)]
     del waste
-    y: Tensor = hopper.experts(operands, problem)
+    y: Tensor = (hopper if served else dot_products).experts(operands, problem)
     return y.cpu()
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 8])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("case", CASES)
-def test_the_layer_is_computed(case: str, routing: str) -> None:
-    given = make(case, routing)
+def test_the_layer_is_computed(case: str, routing: str, tokens: int) -> None:
+    given = make(case, routing, tokens)
     slow, sums = slow_experts(*given), given[1].shape[1] + given[0].w2.shape[2]
     y = run(*given)
     assert_experts(y, slow, sums, SHORT_SUMS)
@@ -195,10 +211,37 @@ def test_the_layer_is_computed(case: str, routing: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_follows_the_routing_of_its_layers() -> None:
-    layer, x, _, weights = (t if isinstance(t, Layer) else t.cuda() for t in make("qwen3"))
+@pytest.mark.parametrize("case", CASES)
+def test_a_token_has_the_same_bits_alone_and_among_few(case: str) -> None:
+    layer, *others = make(case, tokens=5)
+    together = run(layer, *others)
+    for i in range(5):
+        assert_bits_equal(run(layer, *(t[i : i + 1] for t in others)), together[i : i + 1])
+
+
+@pytest.mark.gpu
+def test_rows_of_a_wider_tensor_are_read_in_place() -> None:
+    layer, x, ids, weights = make("many experts", tokens=3)
+    wide = torch.randn(3, 2 * x.shape[1]).to(x.dtype)
+    wide[:, : x.shape[1]] = x
+    operands, problem = described(
+        on_device(layer, "cuda"), wide.cuda()[:, : x.shape[1]], ids.cuda(), weights.cuda()
+    )
+    assert not operands.x.is_contiguous()
+    found = dot_products.experts(operands, problem).cpu()
+    assert_bits_equal(found, run(layer, x, ids, weights))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "tokens"), [("qwen3", 1), ("spread", 3)])
+def test_a_graph_follows_the_routing_of_its_layers(case: str, tokens: int) -> None:
+    layer, x, _, weights = (
+        t if isinstance(t, Layer) else t.cuda() for t in make(case, tokens=tokens)
+    )
     there = on_device(layer, "cuda")
-    routes = [torch.randint(-1, 10, (1, 8), device="cuda") for _ in range(32)]
+    routes = [
+        torch.randint(-1, len(layer.w13.data) + 1, (tokens, 8), device="cuda") for _ in range(32)
+    ]
 
     def compute(ids: Tensor) -> Tensor:
         return moe.experts(x, there.w13, there.w2, ids, weights, backend="hopper_experts")
@@ -210,7 +253,7 @@ def test_a_graph_follows_the_routing_of_its_layers() -> None:
         found = [compute(ids).clone() for ids in routes]  # each takes the memory of the one before
     for turn in range(100):
         for ids in routes:
-            ids.copy_(torch.randint(-1, 10, (1, 8)))
+            ids.copy_(torch.randint(-1, len(layer.w13.data) + 1, (tokens, 8)))
         graph.replay()
         if turn % 10 == 0:
             for y, ids in zip(found, routes, strict=True):
