@@ -85,6 +85,7 @@ def test_a_layer_whose_input_is_scaled_before_it_is_quantized(quantization: Any)
     [
         ("left_trans", "turns what goes into"),
         ("div.mul_scale", "multiplies what goes into"),
+        ("weight_g_idx", "sorts the columns of"),
         ("weight_dual_scale", "multiplies the scales of"),
         ("svd_up", "adds to what"),
         ("svdquant_lora_a", "adds to what"),
@@ -94,7 +95,7 @@ def test_a_layer_that_computes_with_more_than_its_weight(kind: str, does: str) -
     tensors = {f"a.{kind}": (BF16, (16, 16)), "a__weight_scale": (F32, ())}
     text = problem(read(None, a__weight=W, **tensors))
     assert text.startswith(f"a.{kind} {does} its layer")
-    assert "without AWQ, SmoothQuant, FlatQuant, SVDQuant or dual scales" in text
+    assert "without AWQ, SmoothQuant, FlatQuant, SVDQuant, dual scales or actorder" in text
 
 
 def test_scales_of_inputs_beside_a_wrapped_layer() -> None:

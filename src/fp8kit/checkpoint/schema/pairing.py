@@ -37,6 +37,7 @@ _UNSUPPORTED = {
         "multiplies what goes into its layer, before it is quantized",
     ),
     "left_trans": "turns what goes into its layer, before it is quantized",  # FlatQuant
+    "weight_g_idx": "sorts the columns of its layer into groups",  # llm-compressor
     "weight_dual_scale": "multiplies the scales of its layer",  # msmodelslim
     "svd_up": "adds to what its layer gives",  # SDNQ
     "svdquant_lora_a": "adds to what its layer gives",  # ModelOpt
@@ -199,8 +200,8 @@ def _add_layer(
                 f"{other} {does}.",
                 "Layers here compute with a weight and one scale for each of its groups: every "
                 "number would be wrong.",
-                "Export it without AWQ, SmoothQuant, FlatQuant, SVDQuant or dual scales, or with "
-                "these scales in the norms before.",
+                "Export it without AWQ, SmoothQuant, FlatQuant, SVDQuant, dual scales or "
+                "actorder='group', or with these scales in the norms before.",
             )
             problems.append(said)
     found.problems += problems
