@@ -23,8 +23,9 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
 
 from fp8kit import functional
-from fp8kit.errors import InvalidValue, UnsupportedError, some_of, teach
+from fp8kit.errors import InvalidValue, UnsupportedError, some_of
 from fp8kit.formats import FP8_FORMATS
+from fp8kit.modules import refusals
 from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.libraries import wrap_once
@@ -80,6 +81,11 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
 
     _unmerged: _Unmerged | None = None
     merged_adapters: list[str]
+
+    @property
+    def restores_base(self) -> bool:
+        """Whether adapters are merged, so that ``unmerge`` will write the base layer's weight."""
+        return self._unmerged is not None
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], Any]:
@@ -140,15 +146,9 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
         """Refuse a new base weight while adapters are merged: unmerging would discard it."""
-        if self._unmerged is not None and f"{prefix}base_layer.weight" in state_dict:
-            rest[-1].append(
-                teach(
-                    f"{prefix}base_layer.weight arrives while {', '.join(self.merged_adapters)} "
-                    "are merged into it.",
-                    "Unmerging puts back the bytes that were there before.",
-                    "Call unmerge_adapter() first, or load the adapters alone.",
-                )
-            )
+        weight = f"{prefix}base_layer.weight"
+        if self.restores_base and weight in state_dict:
+            rest[-1].append(str(refusals.merged(weight, self.merged_adapters)))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _summed(self, held: _Unmerged, adapters: list[str]) -> tuple[Tensor, Tensor | None]:
