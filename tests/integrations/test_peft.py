@@ -432,7 +432,7 @@ def test_a_merged_model_takes_adapters_and_no_other_base() -> None:
         RuntimeError, match=r"0\.base_layer\.weight arrives while default are merged"
     ):
         model.load_state_dict(other.state_dict())
-    with pytest.raises(fp8kit.CheckpointError, match=r"0\.base_layer\.weight arrives while default"):
+    with pytest.raises(fp8kit.CheckpointError, match=r"weight arrives while default are merged"):
         fp8kit.load_weights(model, other.state_dict())
     model.unmerge_adapter()
     assert_same_state(layer, before)
