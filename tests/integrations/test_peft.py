@@ -432,10 +432,42 @@ def test_a_merged_model_takes_adapters_and_no_other_base() -> None:
         RuntimeError, match=r"0\.base_layer\.weight arrives while default are merged"
     ):
         model.load_state_dict(other.state_dict())
+    with pytest.raises(fp8kit.CheckpointError, match=r"weight arrives while default are merged"):
+        fp8kit.load_weights(model, other.state_dict())
     model.unmerge_adapter()
     assert_same_state(layer, before)
+    fp8kit.load_weights(model, other.state_dict())
+    assert_same_state(layer, state(lora(other).get_base_layer()))
     model.load_state_dict(other.state_dict())
     assert_same_state(layer, state(lora(other).get_base_layer()))
+
+
+@pytest.mark.parametrize("storage", ["discard", "keep"])
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8"])
+def test_a_merged_layer_may_change_its_encoding(scheme: str, storage: str) -> None:
+    model, other = (adapted(pair(scheme, weight_storage=storage), "a", "b") for _ in range(2))
+    layer, twin = lora(model).get_base_layer(), lora(other).get_base_layer()
+    before = fp8kit.dequantize(layer.quantized_weight())
+    for each in (model, other):
+        each.merge_adapter(["a"])
+    fp8kit.recode(model, torch.float8_e4m3fnuz)
+    for each in (model, other):
+        each.merge_adapter(["b"])
+    numbers = (fp8kit.dequantize(each.quantized_weight()) for each in (layer, twin))
+    assert_bits_equal(*numbers)
+    model.unmerge_adapter()
+    assert layer.codes.dtype == torch.float8_e4m3fnuz
+    assert_bits_equal(fp8kit.dequantize(layer.quantized_weight()), before)
+
+
+def test_a_bias_that_no_adapter_merges_may_change_meanwhile() -> None:
+    model = adapted(pair(), "a", "b", lora_bias=False)
+    layer = lora(model).get_base_layer()
+    model.merge_adapter(["a"])
+    fp8kit.load_weights(model, {"base_model.model.0.base_layer.bias": torch.ones(256)})
+    model.merge_adapter(["b"])
+    model.unmerge_adapter()
+    assert_bits_equal(layer.bias, torch.ones(256).bfloat16())
 
 
 @pytest.mark.parametrize("safe", [False, True])

@@ -45,10 +45,19 @@ def test_conv1d_converts_in_memory_and_no_checkpoint_holds_it(tmp_path: Path) ->
     dense = {n: t.clone() for n, t in model.state_dict().items()}
     layer = "transformer.h.0.attn.c_proj"
     assert dense[f"{layer}.weight"].shape[0] == dense[f"{layer}.weight"].shape[1]  # no shape tells
+    model.save_pretrained(tmp_path / "dense")
     fp8kit.convert(model)
     before = {n: t.clone() for n, t in model.state_dict().items()}
-    model.load_state_dict(dense, strict=False)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8)), name
+    for load in (
+        lambda: model.load_state_dict(dense, strict=False),
+        lambda: fp8kit.load_weights(model, dense),
+        lambda: fp8kit.load(tmp_path / "dense", model),
+        lambda: fp8kit.load_weights(model, before),
+    ):
+        for parameter in model.parameters():
+            parameter.detach().view(torch.uint8).zero_()
+        load()
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8)), name
     with pytest.raises(fp8kit.CheckpointError, match=r"come from Conv1D of Transformers"):
         fp8kit.save(model, tmp_path / "fp8")

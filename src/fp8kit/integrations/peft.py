@@ -7,7 +7,7 @@ with the layer's weight, it gets the dequantized weight, or an error.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import peft
@@ -23,13 +23,15 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
 
 from fp8kit import functional
-from fp8kit.errors import InvalidValue, UnsupportedError, some_of, teach
-from fp8kit.formats import FP8_FORMATS
+from fp8kit.errors import InvalidValue, UnsupportedError, some_of
+from fp8kit.formats import FP8_FORMATS, QTensor
+from fp8kit.modules import refusals
 from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.libraries import wrap_once
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import written_together
+from fp8kit.modules.weight_parts import recode
 from fp8kit.runtime.weight_hazards import version
 
 OLDEST = (0, 21)
@@ -42,21 +44,31 @@ class _Unmerged:
     """The tensors of a layer before adapters were merged into it; codes and scales as uint8."""
 
     weight: dict[str, Tensor]  # uint8 copies of codes, scales and, if rebased, exponents
-    bias: Tensor | None
+    encoding: torch.dtype  # of the codes
+    bias: Tensor | None  # if a merged adapter has one
     original_weight: Tensor | None
     version: int | None  # of ``original_weight``
 
     @classmethod
     def of(cls, layer: Fp8Linear) -> _Unmerged:
-        bias = None if layer.bias is None else layer.bias.detach().clone()
         codes, kept = {n: _bytes(t) for n, t in _held(layer).items()}, layer.original_weight
-        return cls(codes, bias, kept, None if kept is None else version(kept))
+        count = None if kept is None else version(kept)
+        return cls(codes, layer.scheme.dtype, None, kept, count)
+
+    def quantized(self, layer: Fp8Linear) -> QTensor:
+        """Return codes and scales, in the encoding that the layer has by now (``recode``)."""
+        now = layer.quantized_weight()
+        codes = self.weight["weight"].to(now.device).view(self.encoding)
+        scale = self.weight["weight_scale"].to(now.device).view(now.scale.dtype)
+        return recode(QTensor(codes, scale, now.group), now.data.dtype)
 
     @torch.no_grad()
     def restore(self, layer: Fp8Linear) -> None:
+        own, q = _held(layer), self.quantized(layer)
+        before = {**self.weight, "weight": q.data, "weight_scale": q.scale}
         with written_together(layer, ("weight",)):
-            for name, tensor in _held(layer).items():
-                tensor.copy_(self.weight[name].view(tensor.dtype))
+            for name, tensor in own.items():
+                tensor.copy_(before[name])
         if self.bias is not None:
             layer.bias.copy_(self.bias)
         if self.original_weight is not None:
@@ -80,6 +92,11 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
 
     _unmerged: _Unmerged | None = None
     merged_adapters: list[str]
+
+    @property
+    def restores_base(self) -> bool:
+        """Whether adapters are merged, so that ``unmerge`` will write the base layer's weight."""
+        return self._unmerged is not None
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], Any]:
@@ -110,6 +127,8 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
             return
         layer = self.get_base_layer()
         held = self._unmerged or _Unmerged.of(layer)
+        if held.bias is None and layer.bias is not None and any(map(self.lora_bias.get, names)):
+            held = replace(held, bias=layer.bias.detach().clone())
         merged = [*self.merged_adapters, *names]
         with torch.no_grad():
             weight, bias = self._summed(held, merged)
@@ -140,15 +159,9 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
         """Refuse a new base weight while adapters are merged: unmerging would discard it."""
-        if self._unmerged is not None and f"{prefix}base_layer.weight" in state_dict:
-            rest[-1].append(
-                teach(
-                    f"{prefix}base_layer.weight arrives while {', '.join(self.merged_adapters)} "
-                    "are merged into it.",
-                    "Unmerging puts back the bytes that were there before.",
-                    "Call unmerge_adapter() first, or load the adapters alone.",
-                )
-            )
+        weight = f"{prefix}base_layer.weight"
+        if self.restores_base and weight in state_dict:
+            rest[-1].append(str(refusals.merged(weight, self.merged_adapters)))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _summed(self, held: _Unmerged, adapters: list[str]) -> tuple[Tensor, Tensor | None]:
@@ -312,10 +325,7 @@ def _dense(layer: Fp8Linear, held: _Unmerged) -> Tensor:
     """Return the unmerged weight of a layer, in fp32 on its device."""
     if held.original_weight is not None:
         return held.original_weight.detach().to(layer.codes.device, torch.float32)
-    q = layer.quantized_weight()
-    codes = held.weight["weight"].to(q.device).view(q.data.dtype)
-    scale = held.weight["weight_scale"].to(q.device).view(q.scale.dtype)
-    return functional.dequantize(type(q)(codes, scale, q.group), torch.float32)
+    return functional.dequantize(held.quantized(layer), torch.float32)
 
 
 def _held(layer: Fp8Linear) -> dict[str, Tensor]:

@@ -1,8 +1,10 @@
-"""Errors for features of torch that FP8 layers do not support."""
+"""Errors for features of torch, and states of layers, that FP8 layers do not support."""
 
 from __future__ import annotations
 
-from fp8kit.errors import UnsupportedError
+from collections.abc import Sequence
+
+from fp8kit.errors import CheckpointError, UnsupportedError
 
 
 def scripting(layer: str) -> UnsupportedError:
@@ -21,4 +23,13 @@ def tensor_parallel(layer: str) -> UnsupportedError:
         "Its styles split each parameter alike; codes and scales split differently.",
         "Split the dense model and convert each rank's part, or leave the layer dense with "
         "exclude=.",
+    )
+
+
+def merged(weight: str, adapters: Sequence[str]) -> CheckpointError:
+    """Return the error that the base weight of this name cannot be loaded under merged adapters."""
+    return CheckpointError(
+        f"{weight} arrives while {', '.join(adapters)} are merged into it.",
+        "Unmerging puts back the bytes that were there before.",
+        "Call unmerge_adapter() first, or load the adapters alone.",
     )

@@ -73,6 +73,10 @@ def check_fit(
     wanted = expected_state(model, layers)
     tensors = {n: i.shape for n, i in checkpoint.tensors.items()}
     coded = {layer.weight: layer.shape for layer in checkpoint.layers.values()}
+    for name, module in model.named_modules(remove_duplicate=False):
+        weight = named(name, "weight")
+        if isinstance(module, Fp8Linear) and module.transposed and weight in tensors:
+            tensors[weight] = tensors[weight][::-1]
     tensors = {**expert_modules.stored_shapes(model, layers.experts, tensors), **coded}
     scales = {
         scale: layer.weight

@@ -28,6 +28,7 @@ from fp8kit.checkpoint.schema.merged_names import SCALES, Route, Shapes, find
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, FP8_FORMATS, MX, ROW, GroupShape, QTensor, Scheme, scale_shape
+from fp8kit.modules import refusals
 from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
@@ -258,6 +259,8 @@ class Placement:
     def _gather(self, owner: Fp8Linear, route: Route, value: Tensor | Fp8Weight) -> None:
         """Take a part of an FP8 layer's weight, and fill the layer when all are there."""
         name, shape = route.tensor("weight"), (owner.out_features, owner.in_features)
+        if owner.transposed and isinstance(value, Tensor) and value.dim() == 2:
+            value = value.t()
         if route.whole:
             check_shape(name, value.shape, shape)
             self._store(owner, route.target, value)
@@ -287,6 +290,9 @@ class Placement:
             self._store(owner, route.target, whole)
 
     def _store(self, layer: Fp8Linear, name: str, value: Tensor | Fp8Weight) -> None:
+        wrapper = self._submodule(name.rpartition(".")[0])
+        if getattr(wrapper, "restores_base", False):
+            raise refusals.merged(named(name, "weight"), cast(list[str], wrapper.merged_adapters))
         place = self._place(layer.weight)
         if isinstance(value, Fp8Weight):
             if value.q.group != layer.scheme.stored.weight:
