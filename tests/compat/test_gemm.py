@@ -283,10 +283,12 @@ def test_the_default_filter_keeps_sensitive_layers_and_takes_small_ones() -> Non
     assert seen == ["0.up", "0.down", "0.time_embedding", "0.lm_head"]
 
 
-def test_a_copy_is_changed_if_asked_and_shared_layers_stay_shared() -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_copy_is_changed_if_asked_and_shared_layers_stay_shared(mode: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     model.append(model[0])
-    changed = enable_fp8_gemm(model, inplace=False)
+    options = FP8GemmOptions(fp16_weight_storage=mode)  # type: ignore[arg-type]
+    changed = enable_fp8_gemm(model, inplace=False, options=options)
     assert wrapped_names(model) == set()
     assert isinstance(changed[0], FP8Linear)
     assert changed[0] is changed[1]

@@ -656,6 +656,7 @@ def test_a_state_dict_is_what_is_saved(scheme: str, storage: str, tmp_path: Path
 
     model, other = made(weight_storage=storage), stock(NANO)
     own = {n: (t, t.clone()) for n, t in model.state_dict(keep_vars=True).items()}
+    kept = {m: m.original_weight for m in model.modules() if isinstance(m, fp8kit.Fp8Linear)}
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.5)
@@ -669,6 +670,8 @@ def test_a_state_dict_is_what_is_saved(scheme: str, storage: str, tmp_path: Path
     for name, (tensor, bits) in own.items():
         assert held[name] is tensor
         assert_bits_equal(tensor, bits)
+    assert all(layer.original_weight is weight for layer, weight in kept.items())
+    assert all((weight is None) == (storage == "discard") for weight in kept.values())
     part = {
         n: t for n, t in given.items() if ".layers.1." in n and not n.endswith("up_proj.weight")
     }

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import fp8kit
 from checkpoint_samples import (
@@ -84,6 +84,28 @@ def test_block_scheme_round_trip(tmp_path: Path) -> None:
     loaded = load(tmp_path / "c", nn.Sequential(nn.Linear(256, 384), nn.Linear(384, 128)))
     x = torch.randn(5, 256, dtype=torch.bfloat16)
     assert_bits_equal(loaded(x), model(x))
+
+
+def test_layers_with_weights_of_their_own_are_not_tied_by_the_model(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).bfloat16()
+    fp8kit.convert(model)
+    save(model, tmp_path / "c")
+    tied = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).bfloat16()
+    tied[1].weight = tied[0].weight
+    assert_same_tensors(load(tmp_path / "c", tied), model)
+
+
+def test_a_model_from_no_directory_brings_no_files_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **sizes))
+    assert not model.name_or_path
+    fp8kit.convert(model)
+    save(model, tmp_path / "c")
+    assert not (tmp_path / "c" / "tokenizer.json").exists()
 
 
 def test_a_tied_tensor_is_written_once(tmp_path: Path) -> None:

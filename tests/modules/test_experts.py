@@ -164,6 +164,18 @@ def test_biases_follow_casts() -> None:
     assert layer.gate_up_proj.dtype == torch.float8_e4m3fn
 
 
+def test_one_product_may_have_no_bias() -> None:
+    x, ids, weights = routed()
+    up = torch.randn(5, 272)
+    dense, layer = make(biases=(up, None))
+    stacks = (dense.gate_up, dense.down, "FP8_BLOCK")
+    zeros = fp8kit.Fp8Experts.from_dense(*stacks, biases=(up, torch.zeros(5, 64)))
+    assert layer.down_proj_bias is None
+    assert_bits_equal(layer(x, ids, weights), zeros(x, ids, weights))
+    with pytest.raises(TypeError, match="They must be two tensors, one for each product"):
+        make(biases=(up, [0.0] * 64))
+
+
 def test_shared_experts_are_taken_by_every_token() -> None:
     _, layer = make()
     x, ids, weights = routed(ids=3)

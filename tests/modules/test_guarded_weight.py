@@ -253,6 +253,10 @@ def test_writing_codes_reaches_the_layer() -> None:
     assert torch.equal(a(x), b(x))
     a.weight.zero_()
     assert torch.equal(a(x), a.bias.expand(3, SIZE))
+    rows = torch.tensor([0, 2])
+    with torch.no_grad():
+        a.weight[rows] = b.codes[rows]
+    assert torch.equal(a(x)[:, rows], b(x)[:, rows])
 
 
 def test_a_view_follows_a_weight_that_moves() -> None:

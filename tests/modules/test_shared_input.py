@@ -87,9 +87,11 @@ def test_shared_multiplies_once(device: torch.device, monkeypatch: pytest.Monkey
     assert calls == [768]
 
 
-def test_shared_with_another_tensor_computes_alone(device: torch.device) -> None:
+@pytest.mark.parametrize("a_view", [False, True])
+def test_shared_with_another_tensor_computes_alone(a_view: bool, device: torch.device) -> None:
     layers = siblings(device)
-    x, other = tokens(device), tokens(device)
+    x = tokens(device)
+    other = x[:1] if a_view else tokens(device)  # a view has the address and the version of x
     expected = layers[1](other)
     expected_last = layers[2](x)
     SharedInput(layers)

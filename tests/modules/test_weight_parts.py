@@ -148,13 +148,16 @@ def test_a_model_changes_its_codes_and_keeps_its_numbers(scheme: str, tmp_path: 
     x = torch.randn(4, 256).bfloat16()
     fp8kit.convert(model, scheme, calibrate=lambda m: m(x))
     y, codes, before = model(x), model[0].codes.view(torch.uint8).clone(), model[0].scheme
+    input_scale = model[0].input_scale
     assert fp8kit.recode(model, FNUZ) is model
+    assert fp8kit.recode(model, FNUZ) is model  # again, which changes no scale
     assert {layer.codes.dtype for layer in (model[0], model[2])} == {FNUZ}
     assert (model(x) - y).float().norm() < 1e-2 * y.float().norm()
     with pytest.raises(fp8kit.CheckpointError, match=r"fp8kit.recode\(model, dtype\)"):
         fp8kit.save(model, tmp_path / "c")
     fp8kit.recode(model, FN)
     assert model[0].scheme == before
+    assert model[0].input_scale == input_scale
     # negative zero alone is another byte, of the same value
     same = model[0].codes.view(torch.uint8) == codes
     assert (same | (codes == 0x80)).all()

@@ -44,8 +44,7 @@ def can_join(members: Sequence[Fp8Linear]) -> bool:
     """
     first = members[0]
     alike = all(
-        m.input_scale is None
-        and m.options() == first.options()
+        m.options() == first.options()
         and not m.batch_invariant
         and _kind(m.codes) == _kind(first.codes)
         and _kind(m.weight_scale) == _kind(first.weight_scale)

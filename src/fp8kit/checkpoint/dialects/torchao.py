@@ -98,8 +98,6 @@ def _described(name: str, text: str, source: Source) -> Format:
 
 def _with_activations(weight: GroupShape, acts: JsonObject, data: JsonObject) -> Format:
     granularity = acts["granularity"]
-    if isinstance(granularity, list):
-        granularity = granularity[0]
     word = granularity["_type"]
     if word == "PerBlock":
         return Format(weight, _sides(granularity["_data"]["block_size"]))
