@@ -408,9 +408,13 @@ class Precise(nn.Linear):
         super().__init__(D, D)
         self.precision, self.initializer = precision, "default"
         self._init_params()
+        self._zero_init()
 
     def _init_params(self) -> None:
         nn.init.xavier_uniform_(self.weight)
+
+    def _zero_init(self) -> None:
+        nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = self.precision or x.dtype

@@ -214,6 +214,7 @@ def test_names_are_compared_by_whole_components(name: str) -> None:
         ("to_time_cond.0", "time embedding"),
         ("to_time_tokens.0", "time embedding"),
         ("to_time_hiddens.1", "time embedding"),
+        ("time_fc.0", "time embedding"),
         ("time_in_proj", "time embedding"),
         ("time_mod_proj", "time embedding"),
         ("aug_in_proj", "time embedding"),
@@ -292,6 +293,24 @@ def test_heads_and_modulations_of_ones_own_code_by_structure() -> None:
     assert layer_roles(tied) == found
     parts = {"position_embedding": nn.Embedding(256, 128), "fc1": nn.Linear(128, 256)}
     assert layer_roles(nn.ModuleDict(parts)) == {}
+
+
+class Steps(nn.Module):
+    """As SpeechBrain numbers the parts of a head."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict({"w": layer}) for layer in layers])
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_head_of_numbered_parts_is_the_one_layer_of_its_shape(blocks: int) -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(512, 128)})
+    model["blocks"] = nn.ModuleList([Steps(nn.Linear(128, 256)) for _ in range(blocks)])
+    model["out"] = Steps(nn.Linear(128, 128), nn.LayerNorm(128), nn.Linear(128, 512))
+    assert layer_roles(model) == {"out.layers.2.w": "output head"}
+    model["more"] = Steps(nn.Linear(128, 512))  # either may be the head
+    assert layer_roles(model) == {}
 
 
 class Plain(nn.Linear):

@@ -56,7 +56,7 @@ _PROTECTED = (
         _ROUTER,
     ),
     (
-        r"(\w+_)?(time_?steps?|timestep_\w+|time_(emb|mlp|cond|token|hidden)\w*|time_(step_)?proj)|"
+        r"(\w+_)?(time_?steps?|timestep_\w+|time_(emb|fc|mlp|cond|token|hidden)\w*|time_(step_)?proj)|"
         r"time_text_embed|time_(in|mod)(_proj)?|(aug|mapping_cond)_in_proj|time_pos_embed|"
         r"sinu_pos_emb|temb(_\w+)?|tmlp|tproj|t_embedd(er|ing)|t_block|diffusion_(step|emb|proj)\w*|"
         r"fourier_to_single|fps_embedd(er|ing)|vector_in|guidance_in|add_embedding",

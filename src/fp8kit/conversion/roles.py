@@ -93,7 +93,11 @@ def _conditioned(module: nn.Module) -> Iterator[str]:
 
 
 def _words_as_outputs(model: nn.Module, linears: Mapping[str, nn.Module]) -> list[str]:
-    """Return the output head outside all blocks, found by the shape of a word embedding."""
+    """Return the output head, the one layer in the shape of a word embedding outside all blocks.
+
+    Containers of a library may number the parts of a head, as blocks are numbered. So where no
+    layer outside has this shape, the one layer of the model that has it is the head.
+    """
     named = model.named_modules()
     words = [m for n, m in named if isinstance(m, nn.Embedding) and not _OF_PLACES.search(n)]
     tables = [m.weight for m in words]
@@ -104,8 +108,9 @@ def _words_as_outputs(model: nn.Module, linears: Mapping[str, nn.Module]) -> lis
         if any(weight.shape == t.shape for t in tables)
         and not is_traceable_wrapper_subclass(weight)  # has no address, and stays dense anyway
         and (weight.is_meta or all(weight.data_ptr() != t.data_ptr() for t in tables))  # tied
-        and not any(part.isdecimal() for part in name.split(".")[:-1])
     ]
+    outside = [n for n in found if not any(part.isdecimal() for part in n.split(".")[:-1])]
+    found = outside or found
     return found if len({linears[name] for name in found}) == 1 else []
 
 

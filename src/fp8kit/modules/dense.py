@@ -39,7 +39,8 @@ _PLAIN = frozenset(
     "__dict__ __weakref__ __slots__ __class_getitem__ __init_subclass__ _is_protocol "
     "__constants__ __repr__ forward extra_repr in_features out_features weight bias".split()
 )
-_MAKING = re.compile(r"_?(init|reset)_(params|parameters|weights?)")  # initialize a new layer
+# initialize a new layer
+_MAKING = re.compile(r"_?(init|reset)_(params|parameters|weights?)|_\w+_init")
 _VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
