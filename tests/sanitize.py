@@ -39,6 +39,7 @@ from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
 from fp8kit.moe import Activation, triton_top_k
 from fp8kit.moe import operators as expert_operators
 from fp8kit.moe import triton as moe_triton
+from fp8kit.moe.hopper import dot_products
 from fp8kit.moe.hopper import experts as hopper_experts
 from fp8kit.moe.top_k import Formula
 from fp8kit.quantizers import triton
@@ -330,11 +331,15 @@ def expert_calls(device: str) -> Calls:
 
 
 def hopper_expert_calls(device: str = "cuda") -> Calls:
-    """Return calls of the CUDA kernels of experts: one token, and every configuration of others."""
+    """Return calls of the CUDA kernels of experts: every configuration, and dot products."""
     calls: Calls = {}
     # tokens and I; above 512 large tiles do not gather, above 2048 they have a kernel per product
     sizes = ((3, 256), (90, 256), (90, 640), (90, 2176))
-    configurations = [*itertools.product(sizes, GROUPED_CONFIGS), ((1, 256), None)]
+    configurations = [
+        *itertools.product(sizes, GROUPED_CONFIGS),
+        ((1, 256), None),
+        ((3, 256), None),
+    ]
     for pair, ((tokens, inner), config) in itertools.product((PAIRS[0], PAIRS[2]), configurations):
         if config is not None and inner > 512:
             if config.copies_rows if inner == 640 else config.takes_turns:
@@ -346,7 +351,7 @@ def hopper_expert_calls(device: str = "cuda") -> Calls:
         given = operator_arguments(layer, x, ids, weights)
         operands, problem, _ = expert_operators.described(given)
         calls[f"{config} {tokens} {problem}"] = lambda o=operands, p=problem, c=config: (
-            hopper_experts.experts(o, p, c)
+            hopper_experts.experts(o, p, c) if c else dot_products.experts(o, p)
         )
     return calls
 
