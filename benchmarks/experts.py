@@ -121,7 +121,7 @@ class Bench:
     Args:
         vllm: vLLM, if it could be loaded.
         device: where to measure.
-        flashinfer: FlashInfer's CUTLASS layer, if it could be loaded.
+        flashinfer: FlashInfer's CUTLASS layers, if it could be loaded.
         effort: how long to measure each case.
         timer: the function that times cases.
     """
@@ -136,8 +136,7 @@ class Bench:
         """Return the cases that serve a layer and a token count."""
         found = DENSE | OURS | peer_cases(self.vllm, shape, tokens)
         if self.flashinfer is not None and self.vllm is not None:
-            build = partial(self.flashinfer.case, self.vllm, self.timer)
-            found["flashinfer_cutlass"] = ("tensor", build)
+            found |= self.flashinfer.cases(self.vllm, self.timer)
         if not blocks_fit(shape):
             found = {name: case for name, case in found.items() if case[0] != "block"}
         if 2 * tokens * shape.top_k * shape.expert_weights > _MOST_GATHERED:
@@ -193,7 +192,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--models", type=model_names, default=dict(EXPERTS), help="starts of names, or all")
     add("--tokens", type=integers, default=integers(TOKENS))
     add("--vllm", type=absolute, help="folder with vLLM's package and compiled operators")
-    add("--flashinfer", type=absolute, help="folder with FlashInfer's compiled layer")
+    add("--flashinfer", type=absolute, help="folder with FlashInfer's compiled layers")
     add("--processes", type=int, default=max(1, min(12, (os.cpu_count() or 1) - 2)),
         help="that compile beforehand; 0 compiles when a kernel is needed")  # fmt: skip
     add("--seconds", type=float, default=float("inf"), help="nothing starts later than this")
@@ -234,7 +233,7 @@ def peer(
 def flashinfer_peer(
     folder: Path | None, into: Path, vllm: Vllm | None
 ) -> tuple[FlashInfer | None, dict[str, str]]:
-    """Load FlashInfer's layer, or return the reason why it is absent if it was asked for."""
+    """Load FlashInfer's layers, or return the reason why it is absent if it was asked for."""
     if folder is None:
         return None, {}
     if vllm is None:
@@ -242,7 +241,7 @@ def flashinfer_peer(
     try:
         return load_flashinfer(folder, into), {}
     except Exception as broken:
-        # if the library does not load, only its own column stays empty
+        # if a library does not load, only its own columns stay empty
         print(f"flashinfer_cutlass: {reason(broken)}", flush=True)
         return None, {"flashinfer_cutlass": reason(broken)}
 

@@ -122,9 +122,11 @@ def load_module(path):
     return Module
 class Module:
     used = []
+    def set_deepgemm_jit_include_dirs(folders): Module.included = folders
     def init(x_dtype, w_dtype, y_dtype, block, groups, mx, packed, fused_finalize, humming):
-        assert (x_dtype, w_dtype, y_dtype) == (torch.float8_e4m3fn,) * 2 + (torch.bfloat16,)
-        assert fused_finalize and not (block or groups or mx or packed or humming)
+        assert x_dtype == (torch.bfloat16 if block else torch.float8_e4m3fn)
+        assert (w_dtype, y_dtype) == (torch.float8_e4m3fn, torch.bfloat16)
+        assert fused_finalize and not (groups or mx or packed or humming)
         return Module
     def get_gemm1_tactic_count(): return 3
     def get_gemm2_tactic_count(): return 4
@@ -140,11 +142,16 @@ class Module:
         Module.used.append(tactics)
         if 2 in tactics or 5 in tactics:
             raise RuntimeError("refused")
-        first, up, second, x_scale = scales
-        assert [s.dim() for s in scales] == [1, 0, 1, 0]
-        linear, gate = ((x.float() @ w1.float().mT) * first[:, None, None]).chunk(2, -1)
-        h = (gate.sigmoid() * gate * linear * up).to(w2.dtype).float()
-        down = (h @ w2.float().mT) * second[:, None, None]
+        w1, w2 = w1.float(), w2.float()
+        if x.dtype == torch.bfloat16:
+            w1, w2 = (w * s.repeat_interleave(128, 1).repeat_interleave(128, 2)
+                      for w, s in zip((w1, w2), scales))
+            scales = torch.ones(len(w1)), torch.tensor(2.0), torch.full((len(w1),), 0.5), None
+        first, up, second, _ = scales
+        assert (first.dim(), up.dim(), second.dim()) == (1, 0, 1)
+        linear, gate = ((x.float() @ w1.mT) * first[:, None, None]).chunk(2, -1)
+        h = (gate.sigmoid() * gate * linear * up).to(torch.float8_e4m3fn).float()
+        down = (h @ w2.mT) * second[:, None, None]
         assert not down.isnan().any()
         of_pair = down[ids.long(), torch.arange(len(x))[:, None]]
         y.copy_((of_pair * weights[..., None]).sum(1))
@@ -255,12 +262,14 @@ def test_one_shape_of_few_tokens_has_a_kernel_of_its_own() -> None:
 
 
 def test_flashinfer_computes_the_layer_with_its_fastest_kernels(
-    tmp_path: Path, vllm_folder: Path
+    tmp_path: Path, vllm_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TRTLLM_DG_CACHE_DIR", "of the user")
     folder = tmp_path / "flashinfer"
     folder.mkdir()
     (folder / "tvm_ffi.py").write_text(FAKE_TVM_FFI)
     (folder / "fused_moe_90.so.xz").write_bytes(lzma.compress(b"library"))
+    (folder / "fused_moe_90_block.so").write_bytes(b"library")
     (folder / "version.txt").write_text("0.7.2\n")
     peers = ["--vllm", str(vllm_folder), "--flashinfer", str(folder)]
     out = tmp_path / "a.json"
@@ -274,11 +283,14 @@ def test_flashinfer_computes_the_layer_with_its_fastest_kernels(
     assert (found["peers"]["flashinfer"], found["absent"]) == ("0.7.2", {})
     (row,) = found["rows"]
     assert set(row["failed"]) == {"torch_grouped_row"}
-    assert 0.01 < row["relative_error"]["flashinfer_cutlass"] < experts.FP8_ERROR
+    for name in ("flashinfer_cutlass", "flashinfer_block"):
+        assert 0.01 < row["relative_error"][name] < experts.FP8_ERROR
     assert set(row["backends"]) == {"fp8kit_row", "fp8kit_block"}
-    used = sys.modules["tvm_ffi"].Module.used
-    assert used[-1] == [1, 4]
-    assert {tuple(pair) for pair in used} == {(0, -1), (1, -1), (2, -1), (1, 3), (1, 4), (1, 5)}
+    module = sys.modules["tvm_ffi"].Module
+    assert module.included == [str(folder)]
+    static = [tuple(pair) for pair in module.used if pair != [-1, -1]]  # blocks have no choice
+    assert static[-1] == (1, 4)
+    assert set(static) == {(0, -1), (1, -1), (2, -1), (1, 3), (1, 4), (1, 5)}
 
 
 def test_a_flashinfer_that_does_not_load_costs_its_column_only(
