@@ -93,14 +93,15 @@ tables: $(VENV)/.installed  ## the tables and the plot of the documents, from be
 	$(BIN)/python benchmarks/plot.py
 
 # On a GPU machine; then `make tables`. The heads of benchmarks/peers.py and
-# benchmarks/expert_peers.py say how to bring peers; VLLM is the folder of the second.
+# benchmarks/expert_peers.py say how to bring peers; VLLM is the folder of the second, and
+# FLASHINFER that of benchmarks/flashinfer_peer.py.
 bench:
 	PYTHONPATH=src $(PYTHON) benchmarks/quantizers.py benchmarks/results/quantizers.json
 	PYTHONPATH=src $(PYTHON) benchmarks/fused.py benchmarks/results/fused.json
 	PYTHONPATH=src $(PYTHON) benchmarks/linear.py benchmarks/results/linear.json --shapes 8b,ds,dit,70b --quick
 	PYTHONPATH=src $(PYTHON) benchmarks/linear.py benchmarks/results/linear_odd.json --shapes odd --cases row,block,row_fast --quick
 	PYTHONPATH=src $(PYTHON) benchmarks/mx_speed.py benchmarks/results/mx_speed.json --shapes 8b,ds,dit,70b --quick
-	PYTHONPATH=src $(PYTHON) benchmarks/experts.py benchmarks/results/experts.json --quick $(if $(VLLM),--vllm $(VLLM))
+	PYTHONPATH=src $(PYTHON) benchmarks/experts.py benchmarks/results/experts.json --quick $(if $(VLLM),--vllm $(VLLM)) $(if $(FLASHINFER),--flashinfer $(FLASHINFER))
 	PYTHONPATH=src $(PYTHON) benchmarks/host.py benchmarks/results/host.json
 	PYTHONPATH=src $(PYTHON) benchmarks/decoder_layer.py benchmarks/results/decoder_layer.json
 	PYTHONPATH=src $(PYTHON) benchmarks/compiled.py benchmarks/results/compiled.json

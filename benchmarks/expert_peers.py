@@ -20,7 +20,7 @@ import lzma
 import math
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,8 +114,8 @@ def transformers_case(function: Callable[..., Tensor], layer: ExpertLayer) -> Ca
     return lambda i: function(layer.x, dense[i % len(dense)], *routes[i])
 
 
-def unpacked(folder: Path, into: Path) -> list[Path]:
-    """Return the paths of vLLM's compiled operators; compressed ones are unpacked into ``into``."""
+def unpacked(folder: Path, into: Path, names: Sequence[str] = ("moe", "c")) -> list[Path]:
+    """Return the paths of compiled operators; compressed ones are unpacked into ``into``."""
 
     def one(name: str) -> Path | None:
         plain, packed = folder / f"{name}.so", folder / f"{name}.so.xz"
@@ -126,7 +126,7 @@ def unpacked(folder: Path, into: Path) -> list[Path]:
         return into / plain.name
 
     with ThreadPoolExecutor() as threads:
-        return [path for path in threads.map(one, ("moe", "c")) if path is not None]
+        return [path for path in threads.map(one, names) if path is not None]
 
 
 @dataclass

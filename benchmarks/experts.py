@@ -1,7 +1,7 @@
 """Time whole layers of experts, bf16 in and out: fp8kit, bf16 as Transformers runs it, and vLLM.
 
     python benchmarks/experts.py OUT.json [--models Mixtral,GLM | all] [--tokens 1,16,4096]
-        [--vllm FOLDER] [--seconds 110] [--quick]
+        [--vllm FOLDER] [--flashinfer FOLDER] [--seconds 110] [--quick]
 
 The router's ids and weights are given, and there are no shared experts. Successive calls use other
 copies of the weights, which are cold, and other routes (ids and weights). Routing is uniform, and
@@ -9,7 +9,8 @@ for some token counts also skewed: expert ``e`` is chosen in proportion to ``1 /
 case is compared with fp32 products of its own weights before it is timed; if fp8kit or bf16 fails,
 the run exits with an error. OUT.json is written after every row. `expert_peers.py` says what the
 folder of vLLM holds; without it the result says that vLLM is absent. `grouped_peers.py` has the
-other peers, which are timed if they can be imported; they need vLLM's folder too.
+other peers, which are timed if they can be imported, and `flashinfer_peer.py` says what
+FlashInfer's folder holds; they need vLLM's folder too.
 
 Triton and NVRTC would compile for minutes in one process. So ``--processes`` other processes first
 run every case once, and the timed process finds the kernels in the caches on disk.
@@ -49,6 +50,7 @@ from expert_peers import (
     transformers_case,
     unpacked,
 )
+from flashinfer_peer import FlashInfer, load_flashinfer, per_tensor
 from fp8kit.dispatch.backends import decide
 from fp8kit.dispatch.device import capability
 from fp8kit.formats import stack_scale_shape
@@ -119,18 +121,22 @@ class Bench:
     Args:
         vllm: vLLM, if it could be loaded.
         device: where to measure.
+        flashinfer: FlashInfer's CUTLASS layers, if it could be loaded.
         effort: how long to measure each case.
         timer: the function that times cases.
     """
 
     vllm: Vllm | None
     device: torch.device
+    flashinfer: FlashInfer | None = None
     effort: Effort = THOROUGH
     timer: Timer = time_cases
 
     def cases(self, shape: ExpertShape, tokens: int) -> dict[str, tuple[str, Build]]:
         """Return the cases that serve a layer and a token count."""
         found = DENSE | OURS | peer_cases(self.vllm, shape, tokens)
+        if self.flashinfer is not None and self.vllm is not None:
+            found |= self.flashinfer.cases(self.vllm, self.timer)
         if not blocks_fit(shape):
             found = {name: case for name, case in found.items() if case[0] != "block"}
         if 2 * tokens * shape.top_k * shape.expert_weights > _MOST_GATHERED:
@@ -151,15 +157,19 @@ def main(argv: Sequence[str] | None = None, timer: Timer = time_cases) -> None:
             compile_ahead(arguments, libraries)
             print(f"compiled ahead in {time.monotonic() - start:.0f} s", flush=True)
         vllm, absent = peer(arguments.vllm, libraries, device)
+        flashinfer, why = flashinfer_peer(arguments.flashinfer, Path(folder), vllm)
         facts = {
             "what": "layers of experts, bf16 in and out, microseconds",
-            "peers": {} if vllm is None else {"vllm": vllm.version, **versions()},
-            "absent": absent,
+            "peers": peer_versions(vllm, flashinfer),
+            "absent": absent | why,
             "vllm_operators": {} if vllm is None else vllm.operators,
             "effort": f"{effort.rounds} rounds of {effort.round_ms:g} ms",
         }
         measured = measure_all(
-            Bench(vllm, device, effort, timer), arguments.models, arguments.tokens, deadline
+            Bench(vllm, device, flashinfer, effort, timer),
+            arguments.models,
+            arguments.tokens,
+            deadline,
         )
         rows: list[Row] = []
         for row in measured:
@@ -182,6 +192,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--models", type=model_names, default=dict(EXPERTS), help="starts of names, or all")
     add("--tokens", type=integers, default=integers(TOKENS))
     add("--vllm", type=absolute, help="folder with vLLM's package and compiled operators")
+    add("--flashinfer", type=absolute, help="folder with FlashInfer's compiled layers")
     add("--processes", type=int, default=max(1, min(12, (os.cpu_count() or 1) - 2)),
         help="that compile beforehand; 0 compiles when a kernel is needed")  # fmt: skip
     add("--seconds", type=float, default=float("inf"), help="nothing starts later than this")
@@ -217,6 +228,30 @@ def peer(
         # if a library does not load, only its own columns stay empty
         print(f"vllm: {reason(broken)}", flush=True)
         return None, {"vllm": reason(broken)}
+
+
+def flashinfer_peer(
+    folder: Path | None, into: Path, vllm: Vllm | None
+) -> tuple[FlashInfer | None, dict[str, str]]:
+    """Load FlashInfer's layers, or return the reason why it is absent if it was asked for."""
+    if folder is None:
+        return None, {}
+    if vllm is None:
+        return None, {"flashinfer_cutlass": "needs vLLM, whose quantizer runs before it"}
+    try:
+        return load_flashinfer(folder, into), {}
+    except Exception as broken:
+        # if a library does not load, only its own columns stay empty
+        print(f"flashinfer_cutlass: {reason(broken)}", flush=True)
+        return None, {"flashinfer_cutlass": reason(broken)}
+
+
+def peer_versions(vllm: Vllm | None, flashinfer: FlashInfer | None) -> dict[str, str]:
+    """Return the versions of the peers, by name; all need vLLM."""
+    if vllm is None:
+        return {}
+    own = {} if flashinfer is None else {"flashinfer": flashinfer.version}
+    return {"vllm": vllm.version, **versions(), **own}
 
 
 def compile_ahead(arguments: argparse.Namespace, libraries: list[Path]) -> None:
@@ -302,6 +337,8 @@ def measure_all(
             print(f"{name}: skipped, out of time", flush=True)
             continue
         dense, coded = make_weights(generator, shape)
+        if bench.flashinfer is not None:
+            coded["tensor"] = [per_tensor(one) for one in dense]
         cells = [(m, "uniform") for m in counts] + [(m, "skewed") for m in counts if m in SKEWED]
         for m, routing in cells:
             if time.monotonic() > deadline:
@@ -391,7 +428,9 @@ def measure(bench: Bench, shape: ExpertShape, layer: ExpertLayer) -> Row:
     compared = {k: ratios({"shape": "", **found}, k, EXPERT_COMPARISONS) for k in GROUPS}
     found["best_peer_by_ours"] = {k: r.of_peer for k, r in compared.items() if r and r.peer}
     found["relative_error"] = checked.errors
-    found["backends"] = {f"fp8kit_{kind}": backend(layer, shape, kind) for kind in layer.coded}
+    found["backends"] = {
+        f"fp8kit_{kind}": backend(layer, shape, kind) for kind in GROUPS if kind in layer.coded
+    }
     return found | ({"failed": checked.failed} if checked.failed else {})
 
 

@@ -41,9 +41,15 @@ MX_COMPARISONS = {
     "Humming / MXFP8": ("humming", "MXFP8"),
 }
 # the same as COMPARISONS, for layers of experts
-_EXPERT_BLOCK_PEERS = ("vllm_block", "deepgemm_contiguous", "deepgemm_masked", "flashinfer_mono")
+_EXPERT_BLOCK_PEERS = (
+    "vllm_block",
+    "deepgemm_contiguous",
+    "deepgemm_masked",
+    "flashinfer_block",
+    "flashinfer_mono",
+)
 EXPERT_COMPARISONS: dict[str, tuple[str, ...]] = {
-    "row": ("vllm_channel", "torch_grouped_row", *_EXPERT_BLOCK_PEERS),
+    "row": ("vllm_channel", "torch_grouped_row", "flashinfer_cutlass", *_EXPERT_BLOCK_PEERS),
     "block": _EXPERT_BLOCK_PEERS,
 }
 # bf16 counts as the fastest of these

@@ -56,6 +56,9 @@ def moe_align_block_size(ids, block, experts): pass
 import fp8kit
 def per_token_group_quant_fp8(x, group): pass
 def moe_kernel_quantize_input(x, scale, dtype, per_token, block_shape=None):
+    if scale is not None:
+        assert scale.shape == (1,) and not per_token and block_shape is None
+        return (x.float() / scale).clamp(-448, 448).to(dtype), scale
     assert scale is None and per_token == (block_shape is None)
     q = fp8kit.quantize(x, fp8kit.ROW if per_token else fp8kit.GROUP128)
     assert q.data.dtype == dtype
@@ -110,6 +113,50 @@ def m_grouped_fp8_gemm_nt_masked(a, b, y, taken, expected):
         y[e, :rows] = (x[e, :rows] @ w[e].T).to(y.dtype)
 """
 
+# kernels 0 to 2 compute the first product, and kernels 3 to 6 the second; the last of the first and
+# the third of the second refuse every problem, and kernel 6 does not fit the GPU
+FAKE_TVM_FFI = """
+import pathlib, torch
+def load_module(path):
+    assert pathlib.Path(path).read_bytes() == b"library"
+    return Module
+class Module:
+    used = []
+    def set_deepgemm_jit_include_dirs(folders): Module.included = folders
+    def init(x_dtype, w_dtype, y_dtype, block, groups, mx, packed, fused_finalize, humming):
+        assert x_dtype == (torch.bfloat16 if block else torch.float8_e4m3fn)
+        assert (w_dtype, y_dtype) == (torch.float8_e4m3fn, torch.bfloat16)
+        assert fused_finalize and not (groups or mx or packed or humming)
+        return Module
+    def get_gemm1_tactic_count(): return 3
+    def get_gemm2_tactic_count(): return 4
+    def get_tactic_occupancy(tactic): return int(tactic < 6)
+    def get_workspace_size(rows, hidden, inner, experts, top_k, *rest):
+        assert rest == (1, 0, 1, 0, False, 3)
+        return rows * top_k
+    def run_moe(y, x, ids, weights, w1, b1, w2, b2, scales, *rest):
+        tactics, others = rest[16], rest[:16]
+        assert (b1, b2) + others == (None,) * 9 + (False, 1, 0, 1, 0, 1, 0, False, False)
+        pdl, activation, workspace = rest[17:]
+        assert pdl and activation == 3 and workspace.numel() == ids.numel()
+        Module.used.append(tactics)
+        if 2 in tactics or 5 in tactics:
+            raise RuntimeError("refused")
+        w1, w2 = w1.float(), w2.float()
+        if x.dtype == torch.bfloat16:
+            w1, w2 = (w * s.repeat_interleave(128, 1).repeat_interleave(128, 2)
+                      for w, s in zip((w1, w2), scales))
+            scales = torch.ones(len(w1)), torch.tensor(2.0), torch.full((len(w1),), 0.5), None
+        first, up, second, _ = scales
+        assert (first.dim(), up.dim(), second.dim()) == (1, 0, 1)
+        linear, gate = ((x.float() @ w1.mT) * first[:, None, None]).chunk(2, -1)
+        h = (gate.sigmoid() * gate * linear * up).to(torch.float8_e4m3fn).float()
+        down = (h @ w2.mT) * second[:, None, None]
+        assert not down.isnan().any()
+        of_pair = down[ids.long(), torch.arange(len(x))[:, None]]
+        y.copy_((of_pair * weights[..., None]).sum(1))
+"""
+
 
 def timer(cases: Mapping[str, Case], turns: int, *_: object) -> dict[str, float]:
     for case in cases.values():
@@ -134,7 +181,9 @@ def vllm_folder(tmp_path: Path) -> Iterator[Path]:
     yield folder
     sys.path[:] = path
     for name in [
-        n for n in sys.modules if n.split(".")[0] in ("vllm", "fallback_ops", "deep_gemm")
+        n
+        for n in sys.modules
+        if n.split(".")[0] in ("vllm", "fallback_ops", "deep_gemm", "tvm_ffi")
     ]:
         del sys.modules[name]
 
@@ -210,6 +259,50 @@ def test_one_shape_of_few_tokens_has_a_kernel_of_its_own() -> None:
     assert grouped_peers.serves("flashinfer_mono", (256, 1024, 2048), 8)
     assert not grouped_peers.serves("flashinfer_mono", (256, 1024, 2048), 9)
     assert not grouped_peers.serves("flashinfer_mono", (128, 1024, 2048), 8)
+
+
+def test_flashinfer_computes_the_layer_with_its_fastest_kernels(
+    tmp_path: Path, vllm_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRTLLM_DG_CACHE_DIR", "of the user")
+    folder = tmp_path / "flashinfer"
+    folder.mkdir()
+    (folder / "tvm_ffi.py").write_text(FAKE_TVM_FFI)
+    (folder / "fused_moe_90.so.xz").write_bytes(lzma.compress(b"library"))
+    (folder / "fused_moe_90_block.so").write_bytes(b"library")
+    (folder / "version.txt").write_text("0.7.2\n")
+    peers = ["--vllm", str(vllm_folder), "--flashinfer", str(folder)]
+    out = tmp_path / "a.json"
+
+    def with_two_fast_kernels(cases: Mapping[str, Case], *rest: Any) -> dict[str, float]:
+        return timer(cases, *rest) | {name: 0.5 for name in cases if name in ("1", "4")}
+
+    asked = [str(out), "--device", "cpu", "--models", "Aligned", "--tokens", "4", *peers]
+    experts.main(asked, with_two_fast_kernels)
+    found = json.loads(out.read_text())
+    assert (found["peers"]["flashinfer"], found["absent"]) == ("0.7.2", {})
+    (row,) = found["rows"]
+    assert set(row["failed"]) == {"torch_grouped_row"}
+    for name in ("flashinfer_cutlass", "flashinfer_block"):
+        assert 0.01 < row["relative_error"][name] < experts.FP8_ERROR
+    assert set(row["backends"]) == {"fp8kit_row", "fp8kit_block"}
+    module = sys.modules["tvm_ffi"].Module
+    assert module.included == [str(folder)]
+    static = [tuple(pair) for pair in module.used if pair != [-1, -1]]  # blocks have no choice
+    assert static[-1] == (1, 4)
+    assert set(static) == {(0, -1), (1, -1), (2, -1), (1, 3), (1, 4), (1, 5)}
+
+
+def test_a_flashinfer_that_does_not_load_costs_its_column_only(
+    tmp_path: Path, vllm_folder: Path
+) -> None:
+    asked = ["--models", "Una", "--tokens", "1", "--flashinfer", str(tmp_path)]
+    found = run_main(tmp_path / "a.json", *asked, "--vllm", str(vllm_folder))
+    assert found["absent"]["flashinfer_cutlass"].startswith("ValueError: not enough values")
+    assert {"fp8kit_row", "vllm_channel"} <= set(found["rows"][0]["us"])
+    found = run_main(tmp_path / "a.json", *asked)
+    assert found["absent"]["flashinfer_cutlass"].startswith("needs vLLM")
+    assert "fp8kit_row" in found["rows"][0]["us"]
 
 
 def test_a_folder_without_vllm_costs_its_columns_only(tmp_path: Path) -> None:
