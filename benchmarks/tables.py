@@ -529,6 +529,10 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "mx_speed": ("Layers with an MXFP8 weight", mx_speed),
     "mx_humming": ("Layers with an MXFP8 weight, beside Humming's", mx_speed),
     "experts": ("Whole layers of experts", experts),
+    "experts_more_peers": (
+        "Whole layers of experts beside DeepGEMM and FlashInfer, with earlier kernels",
+        experts,
+    ),
     "experts_h100": ("Whole layers of experts on an H100, with later kernels", experts),
     "experts_h100_newest": ("Whole layers of experts on an H100, with the newest kernels", experts),
     "quantizers": ("Quantizing activations", quantizers),
@@ -546,6 +550,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "generation_compiled": ("The whole Llama-8B, all 32 layers", whole_model),
     "generation_qwen": ("A mixture of experts, as Transformers runs it", whole_model),
     "diffusion": ("A Flux transformer, as diffusers runs it", whole_model),
+    "diffusion_h200": ("The whole Flux transformer, compiled, on an H200", whole_model),
     "diffusion_h100": ("The whole Flux transformer, compiled, on an H100", whole_model),
     "host": ("The host's time of an eager call", host),
     "streaming": ("Quantizing a checkpoint on a CPU", streaming),
