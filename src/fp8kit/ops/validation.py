@@ -187,7 +187,7 @@ def check_float(name: str, x: Tensor) -> None:
     if x.dtype not in FLOATS:
         raise InvalidType(
             f"Got {name} of dtype {x.dtype} and shape {tuple(x.shape)}.",
-            "Quantization takes bfloat16, float16 or float32.",
+            "It must be bfloat16, float16 or float32.",
             "Codes go to fp8kit.scaled_mm with their scales; convert numbers by .float().",
         )
 

@@ -164,6 +164,15 @@ def test_a_layer_of_which_a_part_is_held_stays_dense(kind: str) -> None:
     assert reasons["proj"].startswith(f"Listing holds its {part} in steps, which stays dense")
 
 
+def test_a_compiled_layer_asks_to_be_compiled_later() -> None:
+    model = Listing("list")
+    model.proj.compile(backend="eager")
+    report = fp8kit.convert(model)
+    assert [r.name for r in report.converted] == ["other"]
+    reasons = {r.name: r.reason for r in report.skipped}
+    assert reasons["proj"].endswith("convert the model before its layers are compiled")
+
+
 def test_how_a_layer_is_printed_is_no_part_of_it() -> None:
     """torchao changes how a layer is printed, to show the form of its weight."""
     model = Listing("list")

@@ -52,17 +52,20 @@ def _held_in_parts(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
     seen: dict[int, tuple[int, Any]] = {}
     return {
         (layer, part): f"{type(holder).__name__} holds its {part} in {attribute}, "
-        "which stays dense; "
-        + (
-            "convert the model before it is wrapped"
-            if isinstance(holder, nn.parallel.DistributedDataParallel)
-            else "call the layer instead"
-        )
+        f"which stays dense; {_remedy(holder, attribute)}"
         for holder in model.modules()
         for attribute, value in vars(holder).items()
         if attribute not in of_every_module and (attribute != "forward" or is_replaced(holder))
         for layer, part in _parts_of_layers(value, owners, seen)
     }
+
+
+def _remedy(holder: nn.Module, attribute: str) -> str:
+    if isinstance(holder, nn.parallel.DistributedDataParallel):
+        return "convert the model before it is wrapped"
+    if attribute == "_compiled_call_impl":
+        return "convert the model before its layers are compiled"
+    return "call the layer instead"
 
 
 def _parts_of_layers(
