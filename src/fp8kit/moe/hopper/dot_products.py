@@ -93,7 +93,8 @@ def _downs(
 ) -> Launch:
     (_, _, w, ids, weights), tokens = operands, y.shape[0]
     kernel = _downs_kernel(chosen, down_bytes(problem), y.device.index)
-    of_token = min(problem.hidden // _ROWS, kernel.most_blocks // tokens // _CLUSTER * _CLUSTER)
+    clusters = max(1, kernel.most_blocks // tokens // _CLUSTER)  # of a token
+    of_token = min(problem.hidden // _ROWS, clusters * _CLUSTER)
     arguments = (
         *_routes(ids, problem),
         *integers(tokens, of_token * _ROWS),
