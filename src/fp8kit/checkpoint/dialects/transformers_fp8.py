@@ -2,9 +2,10 @@
 
 The name says inverse, the value multiplies. ``scale_fmt: ue8m0`` makes scales powers of two, kept
 in F32 (DeepSeek V3.1) or as E8M0 under the name ``scale`` (V4). Experts may be FP4 with a scale for
-every 32 columns, read as MXFP8 (V4, and MiMo V2.6, which names this scale ``weight_scale``). ``weight_block_size: null`` is one scale per tensor,
-then with ``activation_scale`` if ``activation_scheme`` is static. AutoRound's ``auto_round:fp8``
-packs weights alike, and so does its FPW8A16, which names no packing.
+every 32 columns, read as MXFP8 (V4, and MiMo V2.6, which names this scale ``weight_scale``).
+``weight_block_size: null`` is one scale per tensor, then with ``activation_scale`` if
+``activation_scheme`` is static. AutoRound's ``auto_round:fp8`` packs weights alike, and so does its
+FPW8A16, which names no packing.
 """
 
 from __future__ import annotations
