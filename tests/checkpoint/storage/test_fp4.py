@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fp8kit
 from fp8kit.checkpoint.storage.reader import open_checkpoint
-from fp8kit.formats import MX
+from fp8kit.formats import MX, QTensor
 from fp8kit.modules.expert_tensors import ExpertTensors
 from mx_checkpoints import CT, packed
 from numerics import ONE_OPERAND, activation_noise, assert_bits_equal, relative_error
@@ -293,6 +293,23 @@ def test_fp4_experts_of_deepseek_v4_are_read_beside_fp8_blocks(scale: str, tmp_p
             weight = layer.to_linear(torch.bfloat16).weight
             assert_bits_equal(weight.detach(), dense.get_parameter(f"{name}.weight").detach())
     assert model(torch.arange(16).view(1, -1)).logits.isfinite().all()
+
+
+def test_fp4_experts_of_mimo_are_read_beside_fp8_blocks(tmp_path: Path) -> None:
+    pairs, exponents, values = packed(128, 128)
+    q = fp8kit.quantize(torch.randn(128, 128), fp8kit.BLOCK, role="weight")
+    tensors = {"mlp.experts.0.up_proj.weight": pairs, "o_proj.weight": q.data}
+    tensors |= {"mlp.experts.0.up_proj.weight_scale": exponents, "o_proj.weight_scale_inv": q.scale}
+    save_file(tensors, tmp_path / "model.safetensors")
+    said = {"quant_method": "fp8", "fmt": "e4m3", "store_dtype": "mxfp4", "mxfp4_block_size": 32}
+    said |= {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
+    found = open_checkpoint(tmp_path)
+    schemes = {n: layer.scheme.name for n, layer in found.layers.items()}
+    assert schemes == {"mlp.experts.0.up_proj": "MXFP8", "o_proj": "FP8_BLOCK"}
+    names = found.layers["mlp.experts.0.up_proj"].tensors
+    held = QTensor(found.read(names["weight"]), found.read(names["weight_scale"]), MX)
+    assert_bits_equal(fp8kit.dequantize(held, torch.float32), values)
 
 
 def test_exponents_in_the_tiles_of_lightx2v_are_refused(tmp_path: Path) -> None:

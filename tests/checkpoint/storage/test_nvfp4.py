@@ -151,8 +151,11 @@ def test_other_schemes_are_refused(scheme: str, tmp_path: Path) -> None:
             use()
 
 
-def test_groups_of_32_are_read_of_modelopt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A8_NVFP4_FP8"])
+def test_groups_of_32_are_read_of_modelopt(algorithm: str, tmp_path: Path) -> None:
     path, _ = directory(tmp_path / "a", "modelopt")
+    said = CONFIGS["modelopt"] | {"quant_algo": algorithm}
+    (path / "config.json").write_text(json.dumps({"quantization_config": said}))
     torch.manual_seed(1)
     source = (torch.randn(N, K // 32, 32) * 0.02).view(N, K)
     torch.manual_seed(1)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import fp8kit
 from fp8kit.checkpoint.storage.headers import TensorInfo
 from fp8kit.checkpoint.storage.rebased import RestoredCodes, as_mx
+from numerics import assert_bits_equal
+from tiny_experts import tiny
 
 WHOLE = {
     "a.weight": (torch.float8_e4m3fn, (128, 256)),
@@ -36,3 +43,19 @@ def test_only_whole_weights_are_restored(changes: dict[str, object], whole: bool
     assert ("a.weight_exponents" in found) is not whole
     if not whole:
         assert found == tensors
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss", "Llama4Text", "GraniteMoe", "NemotronH"])
+def test_stacks_that_a_saver_wrote_rebased_are_mx_again(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = tiny(kind)
+    fp8kit.convert(model, "MXFP8")
+    written = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert any(name.endswith("_proj_exponents") for name in written)
+    save_file(written, tmp_path / "model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = fp8kit.load(tmp_path, tiny(kind))
+    assert found.state_dict().keys() == written.keys()
+    for name, tensor in found.state_dict().items():
+        assert_bits_equal(tensor, written[name])

@@ -23,6 +23,7 @@ _ALGORITHMS = {
     "W4A8_MXFP4_FP8": Format(MX, MX),
     "NVFP4": Format(),  # its tensors tell what it became when it was read
     "W4A16_NVFP4": Format(),
+    "W4A8_NVFP4_FP8": Format(),
 }
 
 

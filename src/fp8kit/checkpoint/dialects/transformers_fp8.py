@@ -1,10 +1,11 @@
 """``fp8`` with ``weight_scale_inv``: DeepSeek, Transformers' finegrained FP8, Mistral on the hub.
 
 The name says inverse, the value multiplies. ``scale_fmt: ue8m0`` makes scales powers of two, kept
-in F32 (DeepSeek V3.1) or as E8M0 under the name ``scale`` (V4, whose experts may be FP4 with a
-scale for every 32 columns, read as MXFP8). ``weight_block_size: null`` is one scale per tensor,
-then with ``activation_scale`` if ``activation_scheme`` is static. AutoRound's ``auto_round:fp8``
-packs weights alike, and so does its FPW8A16, which names no packing.
+in F32 (DeepSeek V3.1) or as E8M0 under the name ``scale`` (V4). Experts may be FP4 with a scale for
+every 32 columns, read as MXFP8 (V4, and MiMo V2.6, which names this scale ``weight_scale``).
+``weight_block_size: null`` is one scale per tensor, then with ``activation_scale`` if
+``activation_scheme`` is static. AutoRound's ``auto_round:fp8`` packs weights alike, and so does its
+FPW8A16, which names no packing.
 """
 
 from __future__ import annotations
@@ -59,9 +60,10 @@ def _is_fpw8a16(found: JsonObject) -> bool:
 
 
 def _is_mx(layer: str, source: Source) -> bool:
-    """Return whether a layer is an FP4 expert of DeepSeek V4, which was unpacked to MX."""
+    """Return whether a layer is an FP4 expert, which was unpacked to MX."""
     shape = source.kinds.get(f"{layer}.weight", (None, ()))[1]
-    scales = (source.kinds.get(f"{layer}.{kind}") for kind in ("scale", "weight_scale_inv"))
+    kinds = ("scale", "weight_scale_inv", "weight_scale")
+    scales = (source.kinds.get(f"{layer}.{kind}") for kind in kinds)
     wanted = {(dtype, scale_shape(shape, MX)) for dtype in E8M0_DTYPES} if shape else set()
     return any(scale in wanted for scale in scales)
 

@@ -1,7 +1,7 @@
-"""Read rebased MX weights, as diffusers saves them, back as MX weights.
+"""Read rebased MX weights, as savers of libraries write them, back as MX weights.
 
-diffusers writes the tensors of a model as they are: codes, a scale for each row or block, and the
-exponents of the groups beside them.
+diffusers and others write the tensors of a model as they are: codes, a scale for each row or block,
+and the exponents of the groups beside them, also of stacks of experts.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def as_mx(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Return tensors with rebased weights replaced by the MX weights that reading makes of them."""
     found = dict(tensors)
     for name, exponents in tensors.items():
-        layer = name.removesuffix(".weight_exponents")
-        codes, scales = tensors.get(f"{layer}.weight"), tensors.get(f"{layer}.weight_scale")
-        if layer == name or codes is None or scales is None or len(codes.shape) != 2:
+        weight = name.removesuffix("_exponents")
+        codes, scales = tensors.get(weight), tensors.get(f"{weight}_scale")
+        if weight == name or codes is None or scales is None or len(codes.shape) not in (2, 3):
             continue
         group = next((g for g in (ROW, BLOCK) if scale_shape(codes.shape, g) == scales.shape), None)
         whole = exponents.shape == scale_shape(codes.shape, MX)
         kinds = (codes.dtype, scales.dtype, exponents.dtype)
         if group and whole and kinds == (torch.float8_e4m3fn, torch.float32, torch.uint8):
-            found[f"{layer}.weight"] = RestoredCodes(
+            found[weight] = RestoredCodes(
                 codes.name, codes.shard, codes.dtype, codes.shape, codes.offset,
                 scales=scales, exponents=exponents, group=group,
             )  # fmt: skip
-            found[f"{layer}.weight_scale"] = found.pop(name)
+            found[f"{weight}_scale"] = found.pop(name)
     return found
 
 
