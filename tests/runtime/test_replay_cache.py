@@ -143,7 +143,7 @@ def test_what_was_found_takes_only_inputs_of_its_key(cpu_backends: CpuBackends) 
     assert found is not None
     assert found.fits(torch.randn(4, 8))
     assert_bits_equal(found.recording(x)[0], 2 * x)
-    for other in (torch.randn(3, 8), torch.randn(8, 4).t(), x.double(), x.conj()[:, :4]):
+    for other in (torch.randn(3, 8), torch.randn(8, 4).t(), x.double(), x[:, :4]):
         assert not found.fits(other)
     assert not found.fits(torch.randn(33)[1:].view(4, 8))  # kernels need aligned addresses
 

@@ -450,7 +450,7 @@ def test_fbgemm_has_a_bound() -> None:
 def test_fbgemm_refuses_what_it_cannot_say(changed: dict[str, Any]) -> None:
     spec = Spec(SCHEMES["FP8_DYNAMIC"], scale_ub=1200.0)
     assert dialect_named("fbgemm").render(spec)["activation_scale_ub"] == 1200.0
-    with pytest.raises(CheckpointError, match="to write as fbgemm, with .*FP8_DYNAMIC everywhere"):
+    with pytest.raises(CheckpointError, match=r"to write as fbgemm, with .*FP8_DYNAMIC everywhere"):
         dialect_named("fbgemm").render(replace(spec, **changed))
 
 
@@ -516,6 +516,12 @@ def test_what_engines_merge_in_linear_attention_is_listed_too() -> None:
     parts = ("x.in_proj_b", "x.in_proj_a", "x.in_proj_z")
     found = dialect_named("fp8").render(Spec(SCHEMES["FP8_BLOCK"], parts))
     assert found["ignored_layers"] == sorted({"lm_head", *parts, "x.in_proj_ba"})
+
+
+def test_single_experts_have_no_merged_name() -> None:
+    parts = ("x.experts.0.gate_proj", "x.experts.0.up_proj")
+    found = dialect_named("fp8").render(Spec(SCHEMES["FP8_BLOCK"], parts))
+    assert found["ignored_layers"] == sorted({"lm_head", *parts})
 
 
 def test_dialects_that_are_only_read() -> None:
