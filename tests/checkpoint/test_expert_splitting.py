@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8kit
+import tiny_experts
 from fp8kit.checkpoint.expert_splitting import split_experts
 from fp8kit.modules.expert_stacks import ExpertStacks
 
@@ -67,3 +68,11 @@ def test_stacks_that_are_taken_apart(
     if not apart:
         with pytest.warns(UserWarning, match="stacks of codes.* other names than gate_up_proj"):
             fp8kit.save(model, tmp_path / "fp8")
+
+
+def test_blocks_may_be_cut_where_there_is_no_gate() -> None:
+    model = tiny_experts.tiny("NemotronH", moe_intermediate_size=192)
+    fp8kit.convert(model, "FP8_BLOCK")
+    layers, whole = split_experts(model)
+    assert {name.rpartition(".")[2] for name in layers} == {"up_proj", "down_proj"}
+    assert whole == []

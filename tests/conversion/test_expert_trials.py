@@ -126,6 +126,25 @@ def test_experts_without_any_of_it_convert() -> None:
     assert recognize(Loop()) == fp8kit.ExpertStacks()
 
 
+def test_zero_is_tried_as_no_limit() -> None:
+    class Clamped(Loop):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout, self.limit = 0.0, 7.0
+
+        def _apply_gate(self, z: Tensor) -> Tensor:
+            gate, up = z.clamp(max=self.limit).chunk(2, -1)
+            h: Tensor = self.act_fn(gate) * up.clamp(min=-self.limit)
+            return h
+
+        def one(self, x: Tensor, expert: int) -> Tensor:
+            return self._apply_gate(x @ self.gate_up_proj[expert].T) @ self.down_proj[expert].T
+
+    found = recognize(Clamped())
+    assert isinstance(found, fp8kit.ExpertStacks)
+    assert found.activation == fp8kit.moe.Activation(limit=7.0)
+
+
 def test_many_experts_are_tried_each() -> None:
     """The copy for the trial is small, but has all experts."""
 

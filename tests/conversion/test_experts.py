@@ -517,3 +517,16 @@ def test_the_default_dtype_decides_nothing() -> None:
             assert torch.get_default_dtype() == dtype
         finally:
             torch.set_default_dtype(held)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_stacks_with_bad_values_stay_dense_by_name(bad: float) -> None:
+    model = tiny("Qwen3Moe", num_hidden_layers=1)
+    experts = model.model.layers[0].mlp.experts
+    with torch.no_grad():
+        experts.down_proj[1, 2, 3] = bad
+    report = fp8kit.convert(model)
+    assert {r.reason for r in report.skipped if "experts" in r.name} == {
+        "its stacks hold NaN or infinities"
+    }
+    assert not experts_in(model)

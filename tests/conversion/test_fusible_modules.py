@@ -59,6 +59,8 @@ CASES = {
     "no weight": (nn.RMSNorm(256, 1e-6, False), None),
     "another epsilon": (OwnEpsilon(256), None),
     "two dimensions": (nn.LayerNorm((4, 64)), None),
+    "no dimension": (nn.LayerNorm(()), None),
+    "no epsilon": (nn.PReLU(256), None),
     "batch": (nn.BatchNorm1d(256), None),
     "namesake": (Odd(256), None),
     "two inputs": (TwoInputs(256), None),

@@ -929,3 +929,10 @@ def test_static_schemes_share_nothing() -> None:
 def test_layers_of_a_compiled_model_convert() -> None:
     model = torch.compile(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)))
     assert len(fp8kit.plan(model).report.converted) == 2
+
+
+def test_dense_modules_may_be_excluded_by_any_of_their_names() -> None:
+    model = one(nn.Embedding(4, D))
+    model.again = model.fc
+    for name in ("fc", "again"):
+        assert fp8kit.plan(model, exclude=[name]).report.linears

@@ -50,6 +50,17 @@ def test_no_shipped_time_beats_the_roofline(name: str) -> None:
             assert us > 0.7 * table.roofline(case, candidate), (case, candidate)
 
 
+def test_the_roofline_counts_bytes_and_operations() -> None:
+    few, many = (dataclasses.replace(CASE, m=m, n=2048) for m in (1, 4096))
+    table = made({})
+    for candidate, of_weight in (("", 1), (DENSE, 2)):
+        moved = of_weight * 2048 * 4096 + 2 * (2048 + 4096)
+        assert table.roofline(few, candidate) == pytest.approx(moved / 4e6)
+    operations = 2 * 4096 * 2048 * 4096
+    assert table.roofline(many) == pytest.approx(operations / 1e9)
+    assert table.roofline(many, DENSE) == pytest.approx(2 * operations / 1e9)
+
+
 @pytest.mark.parametrize(("m", "found"), [(16, 16), (8, 16), (32, 16), (64, 128), (2, None)])
 def test_times_hold_within_an_octave_of_rows(m: int, found: int | None) -> None:
     other = dataclasses.replace(CASE, m=128)

@@ -19,7 +19,7 @@ from checkpoint_samples import SHARD, edit_json
 from engines import experts_are_dense, modules_of_experts
 from fp8kit.checkpoint.inspection import inspect
 from fp8kit.checkpoint.streaming.recipe import Recipe
-from fp8kit.errors import CheckpointError
+from fp8kit.errors import CheckpointError, UnsupportedError
 from fp8kit.io.checkpoints import quantize_checkpoint, verify_checkpoint
 from fp8kit.io.translation import convert_checkpoint
 from numerics import assert_bits_equal, assert_same_tensors
@@ -148,6 +148,15 @@ def test_an_expert_that_is_missing_is_named(folder: Path, tmp_path: Path) -> Non
     save_file(tensors, tmp_path / "c" / SHARD, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"experts\.2\.up_proj not on disk"):
         fp8kit.load(tmp_path / "c")
+
+
+def test_a_stack_that_is_missing_is_named_while_experts_are_quantized(tmp_path: Path) -> None:
+    tiny_experts.tiny("Qwen3Moe", num_hidden_layers=1).save_pretrained(tmp_path)
+    tensors = {n: t for n, t in load_file(tmp_path / SHARD).items() if "down_proj" not in n}
+    save_file(tensors, tmp_path / SHARD, metadata={"format": "pt"})
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with pytest.raises(UnsupportedError, match=r"experts\.down_proj could not be .* lacks them"):
+        load(tmp_path, dtype=torch.bfloat16, quantization_config=Fp8KitConfig())
 
 
 def mixed(kind: str, projection: str, folder: Path, path: Path) -> str:

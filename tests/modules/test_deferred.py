@@ -89,6 +89,11 @@ def test_whatever_else_reads_one_gets_a_tensor(reader: str) -> None:
     assert_bits_equal(read(activation()), read(activation().tensor()))
 
 
+@torch.no_grad()
+def test_a_tensor_of_another_dtype_does_not_wait_beside_one() -> None:
+    assert type(torch.cat([LEFT.half(), activation()], dim=2)) is Tensor  # type: ignore[list-item]
+
+
 WRITES: dict[str, Callable[[Any], Any]] = {
     "a method": lambda a: a.mul_(2),
     "a function": lambda a: torch.clamp_(a, max=0.1),

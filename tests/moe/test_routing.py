@@ -133,6 +133,14 @@ def test_the_router_gets_gradients() -> None:
     assert logits.grad.abs().sum() > 0
 
 
+def test_a_group_of_one_expert_is_worth_its_score() -> None:
+    logits, bias = torch.randn(5, 8), torch.randn(8)
+    plain = moe.route(logits, 2, scoring="sigmoid", correction_bias=bias)
+    alone = {"groups": 8, "top_groups": 2, "correction_bias": bias}
+    for found, wanted in zip(moe.route(logits, 2, scoring="sigmoid", **alone), plain, strict=True):
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

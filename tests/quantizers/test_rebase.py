@@ -172,8 +172,10 @@ def test_both_ends_of_the_exponents() -> None:
 def test_empty_weights_and_refusals() -> None:
     empty = fp8kit.quantize(torch.empty(0, 64), MX)
     assert fp8kit.rebase(empty).q.shape == (0, 64)
-    with pytest.raises(ValueError, match="E8M0 scales of 32 e4m3fn codes"):
-        fp8kit.rebase(fp8kit.quantize(torch.ones(2, 64)))
+    ones = torch.ones(2, 64)
+    for other in fp8kit.quantize(ones), fp8kit.quantize(ones, MX, dtype=torch.float8_e5m2):
+        with pytest.raises(ValueError, match="E8M0 scales of 32 e4m3fn codes"):
+            fp8kit.rebase(other)
     with pytest.raises(ValueError, match="whole groups of 32"):
         fp8kit.rebase(fp8kit.quantize(torch.ones(2, 64), MX), GroupShape(1, 48))
 

@@ -139,3 +139,6 @@ def test_swizzling_refuses_what_are_no_exponents() -> None:
         fp8kit.swizzle_scales(torch.ones(3, dtype=torch.uint8))
     with pytest.raises(ValueError, match="tiles of 128 rows by 4 columns"):
         fp8kit.unswizzle_scales(torch.zeros(512, dtype=torch.uint8), (129, 3))
+    for shape in ((4,), (-1, 4)):
+        with pytest.raises(ValueError, match="tiles of 128 rows by 4 columns"):
+            fp8kit.unswizzle_scales(torch.empty(0, dtype=torch.uint8), shape)

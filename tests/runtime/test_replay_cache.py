@@ -130,6 +130,24 @@ def test_one_row_is_repeated_whatever_its_stride(cpu_backends: CpuBackends) -> N
     assert_bits_equal(y, operator(layer, row))
 
 
+def test_what_was_found_takes_only_inputs_of_its_key(cpu_backends: CpuBackends) -> None:
+    def double(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        launch(lambda x, y: y.copy_(2 * x), x, y)
+        return y
+
+    x, cache, doubled = torch.randn(4, 8), ReplayCache(), Operator(double, double)
+    for _ in range(2):
+        cache.run(doubled, (x,), (), ())
+    found = cache.find(doubled, (x,), (), ())
+    assert found is not None
+    assert found.fits(torch.randn(4, 8))
+    assert_bits_equal(found.recording(x)[0], 2 * x)
+    for other in (torch.randn(3, 8), torch.randn(8, 4).t(), x.double(), x[:, :4]):
+        assert not found.fits(other)
+    assert not found.fits(torch.randn(33)[1:].view(4, 8))  # kernels need aligned addresses
+
+
 def test_few_shapes_are_kept(cpu_backends: CpuBackends) -> None:
     layer = made()
     for m in range(1, 2 * MOST_KEYS):

@@ -349,7 +349,7 @@ def not_quantized(layers: Sequence[str]) -> UnsupportedError:
     """Return the error for layers whose weights could not be quantized while loading."""
     return UnsupportedError(
         f"{', '.join(layers[:5])} could not be quantized while loading.",
-        "The checkpoint has these weights, and the model class does not split or join them.",
+        "The checkpoint lacks them, or has them and the model class does not split or join them.",
         "Exclude them, or load the model and call fp8kit.convert(model).",
     )
 

@@ -139,8 +139,8 @@ def recode(q: Coded, dtype: torch.dtype) -> Coded:
     if not to_fnuz and bool((data & _ALL_BITS == _ALL_BITS).any()):
         return QTensor(q.data.float().to(dtype), q.scale, q.group)
     nan = data & _ALL_BITS == _ALL_BITS if to_fnuz else data == old.nan_code
-    bytes_ = data.masked_fill(data == _SIGN, 0) if to_fnuz else data
-    codes = bytes_.masked_fill(nan, new.nan_code).view(dtype)
+    # -0 becomes 0: as fnuz these bits are NaN, and of fnuz they are among those set next
+    codes = data.masked_fill(data == _SIGN, 0).masked_fill(nan, new.nan_code).view(dtype)
     return QTensor(codes, _scaled(q, to_fnuz), q.group)
 
 

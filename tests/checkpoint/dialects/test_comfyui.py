@@ -230,14 +230,20 @@ def test_a_layer_whose_input_is_rotated_is_refused(
     assert "config.json" not in "".join(inspect(file).problems)
 
 
-def test_what_modelopt_writes_for_comfyui_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
+def test_what_modelopt_writes_for_comfyui_is_refused(form: str, tmp_path: Path) -> None:
     q = fp8kit.quantize(torch.randn(128, 128), fp8kit.MX, role="weight")
-    file = written(tmp_path, "header", "mxfp8", weight=q.data, weight_scale=q.scale)
-    text = json.dumps({"layers": {"fc": {"format": "mxfp8"}}})
+    tensors = {"weight": q.data, "weight_scale": q.scale}
+    if form == "nvfp4":
+        tensors["weight"] = torch.zeros(128, 64, dtype=torch.uint8)
+        tensors["weight_scale"] = torch.ones(128, 8).to(torch.float8_e4m3fn)
+        tensors["weight_scale_2"] = torch.ones(())
+    file = written(tmp_path, "header", form, **tensors)
+    text = json.dumps({"layers": {"fc": {"format": form}}})
     header = {"_quantization_metadata": text, "quantization_config": '{"quant_algo": "MXFP8"}'}
     save_file(load_file(file), file, header)
     with pytest.raises(
-        CheckpointError, match=r"fc is mxfp8, in .*ModelOpt writes both; its scales"
+        CheckpointError, match=rf"fc is {form}, in .*ModelOpt writes both; its scales"
     ):
         open_checkpoint(file)
 

@@ -11,6 +11,7 @@ import torch
 from fp8kit.checkpoint.dialects import (
     COMPRESSED_TENSORS,
     Announcement,
+    Format,
     Source,
     Spec,
     detect,
@@ -76,6 +77,17 @@ def rotated(*locations: object) -> dict[str, Any]:
 def test_rotations_that_are_part_of_the_weights_change_nothing() -> None:
     config = {**DYNAMIC, "transform_config": rotated("weight_output", "weight_input")}
     assert scheme_in({"quantization_config": config}) == SCHEMES["FP8_DYNAMIC"]
+
+
+@pytest.mark.parametrize("target", ["LlamaAttention", r"re:.*self_attn$"])
+def test_groups_of_attention_are_no_groups_of_layers(target: str) -> None:
+    config = copy.deepcopy(DYNAMIC)
+    inputs = {**config["config_groups"]["group_0"]["input_activations"], "strategy": "tensor"}
+    group = {"targets": [target], "weights": None, "input_activations": inputs}
+    config["config_groups"] = {"attention": group, **config["config_groups"]}
+    found = announced({"quantization_config": config})
+    assert found.format_of("model.layers.0.self_attn.q_proj") == Format(ROW, ROW)
+    assert found.unread == ("The config quantizes attention; its scales are not used.",)
 
 
 def test_render_writes_the_union_that_every_engine_needs() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,12 @@ def read(config: dict[str, Any], scale: str = "weight_scale", **more: Any) -> tu
     source = Source({"quantization_config": config} if config else {}, kinds, **more)
     dialect = dialect_of(source)
     return dialect.name, dialect.parse(source).format_of("a")
+
+
+def test_a_file_of_modelopt_beside_another_config_is_not_read() -> None:
+    left = {"hf_quant_config.json": {"quantization": {"quant_algo": "MXFP8"}}}
+    static = FP8 | {"activation_scheme": "static"}
+    assert read(static, documents=left) == ("autofp8", Format(static=True))
 
 
 def dialect_of(source: Source) -> Any:
@@ -430,6 +437,24 @@ def test_fbgemm_has_a_bound() -> None:
 
 
 @pytest.mark.parametrize(
+    "changed",
+    [
+        {"scale_ub": None},
+        {"kv_scales": "tensor"},
+        {"others": {"lm_head": SCHEMES["FP8_DYNAMIC"]}},
+        {"scheme": SCHEMES["FP8_BLOCK"]},
+        {"scheme": scheme_of(ROW, ROW, ue8m0=True)},
+        {"scheme": replace(SCHEMES["FP8_DYNAMIC"], dtype=torch.float8_e5m2)},
+    ],
+)
+def test_fbgemm_refuses_what_it_cannot_say(changed: dict[str, Any]) -> None:
+    spec = Spec(SCHEMES["FP8_DYNAMIC"], scale_ub=1200.0)
+    assert dialect_named("fbgemm").render(spec)["activation_scale_ub"] == 1200.0
+    with pytest.raises(CheckpointError, match=r"to write as fbgemm, with .*FP8_DYNAMIC everywhere"):
+        dialect_named("fbgemm").render(replace(spec, **changed))
+
+
+@pytest.mark.parametrize(
     ("dialect", "scheme"),
     [
         ("fp8", SCHEMES["FP8_DYNAMIC"]),
@@ -441,6 +466,8 @@ def test_fbgemm_has_a_bound() -> None:
         ("autofp8", SCHEMES["FP8_DYNAMIC"]),
         ("autofp8", scheme_of(TENSOR, ROW, ue8m0=True)),
         ("autofp8", scheme_of(TENSOR, None)),
+        ("autofp8", replace(scheme_of(TENSOR, ROW), dtype=torch.float8_e5m2)),
+        ("fp8", replace(SCHEMES["FP8_BLOCK"], dtype=torch.float8_e5m2)),
         ("mxfp8", SCHEMES["FP8_BLOCK"]),
         ("mxfp8-weight-scale", scheme_of(MX, None)),
     ],
@@ -489,6 +516,12 @@ def test_what_engines_merge_in_linear_attention_is_listed_too() -> None:
     parts = ("x.in_proj_b", "x.in_proj_a", "x.in_proj_z")
     found = dialect_named("fp8").render(Spec(SCHEMES["FP8_BLOCK"], parts))
     assert found["ignored_layers"] == sorted({"lm_head", *parts, "x.in_proj_ba"})
+
+
+def test_single_experts_have_no_merged_name() -> None:
+    parts = ("x.experts.0.gate_proj", "x.experts.0.up_proj")
+    found = dialect_named("fp8").render(Spec(SCHEMES["FP8_BLOCK"], parts))
+    assert found["ignored_layers"] == sorted({"lm_head", *parts})
 
 
 def test_dialects_that_are_only_read() -> None:

@@ -63,6 +63,12 @@ class Derived(Scaled):
         self.halves = self.scale.detach() / 2
 
 
+class Kept(Scaled):
+    def _load_from_state_dict(self, state: State, prefix: str, *rest: Any) -> None:
+        state[f"{prefix}scale"] = self.scale.detach()
+        super()._load_from_state_dict(state, prefix, *rest)  # type: ignore[no-untyped-call]
+
+
 class Renamed(Scaled):
     def _load_from_state_dict(self, state: State, prefix: str, *rest: Any) -> None:
         if f"{prefix}gain" in state:
@@ -96,6 +102,14 @@ def converted(kind: Callable[[Tensor], Tensor], _: nn.Module, state: State, *res
 def of_old_versions(module: Scaled, state: State, prefix: str, *rest: Any) -> None:
     if state[f"{prefix}version"].item() < 3 or f"{prefix}c.weight" in state:
         transposed(module, state, prefix)
+
+
+def reinterpreted(_: nn.Module, state: State, prefix: str, *rest: Any) -> None:
+    state[f"{prefix}a.weight"] = state[f"{prefix}a.weight"].view(torch.int32)
+
+
+def flattened(_: nn.Module, state: State, *rest: Any) -> None:
+    state |= {name: tensor.view(-1).view(tensor.shape) for name, tensor in state.items()}
 
 
 def after(hook: Callable[[Scaled], None]) -> Scaled:
@@ -136,6 +150,8 @@ CHANGING: dict[str, tuple[Callable[[], Scaled], str]] = {
     "override": (Doubled, "_load_from_state_dict of the model (Doubled), which changes scale"),
     "by hand": (DoubledByHand, "changes scale"),
     "derived": (Derived, "changes halves"),
+    "its own": (Kept, "changes scale"),
+    "reinterpreted": (lambda: hooked(reinterpreted), "changes a.weight"),
     "after": (lambda: after(scale_a), "<lambda> of the model (Scaled), which changes a.weight"),
     "derived after": (lambda: after(derive), "changes halves"),
 }
@@ -145,6 +161,7 @@ HARMLESS: dict[str, Callable[[], nn.Module]] = {
     "of old versions": lambda: hooked(of_old_versions),
     "by hand": ByHand,
     "renamed": Renamed,
+    "views": lambda: hooked(flattened),
     "the same again": lambda: after(restore),
 }
 

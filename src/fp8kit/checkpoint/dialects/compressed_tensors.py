@@ -113,7 +113,7 @@ def _names_of(layer: str, config: JsonObject) -> tuple[str, ...]:
     """
     if "text_config" not in config:
         return (layer,)
-    tail = _OUTER.sub("", layer, count=1)
+    tail = _OUTER.sub("", layer)
     if tail.startswith("layers."):
         outer = ("model.language_model.", "language_model.model.", "model.")
         return (layer, *(prefix + tail for prefix in outer))

@@ -155,10 +155,9 @@ def _has_fractions(dtype: torch.dtype) -> bool:
 
 
 def _numbers(count: int, dtype: torch.dtype) -> Tensor:
-    if dtype.itemsize > 1 and _has_fractions(dtype):
+    if _has_fractions(dtype):
         return torch.randn(count).to(dtype)
-    found = torch.randint(2 if dtype is torch.bool else 60, (count,), dtype=torch.uint8)
-    return found.view(dtype) if dtype.itemsize == 1 else found.to(dtype)
+    return torch.randint(2 if dtype is torch.bool else 60, (count,), dtype=torch.uint8).to(dtype)
 
 
 def _changed(name: str, module: nn.Module, code: _OwnCode) -> list[str]:
