@@ -470,6 +470,21 @@ def test_a_bias_that_no_adapter_merges_may_change_meanwhile() -> None:
     assert_bits_equal(layer.bias, torch.ones(256).bfloat16())
 
 
+def test_a_bias_that_unmerging_would_overwrite_is_refused() -> None:
+    model = adapted(pair(), "a", lora_bias=True)
+    layer, base = lora(model).get_base_layer(), "base_model.model.0.base_layer"
+    before, given = layer.bias.clone(), {f"{base}.bias": torch.ones(256)}
+    model.merge_adapter(["a"])
+    with pytest.raises(fp8kit.CheckpointError, match=r"base_layer\.bias arrives while a are"):
+        fp8kit.load_weights(model, given)
+    with pytest.raises(RuntimeError, match=r"base_layer\.bias arrives while a are merged"):
+        model.load_state_dict(given, strict=False)
+    model.unmerge_adapter()
+    assert_bits_equal(layer.bias, before)
+    fp8kit.load_weights(model, given)
+    assert_bits_equal(layer.bias, torch.ones(256).bfloat16())
+
+
 @pytest.mark.parametrize("safe", [False, True])
 def test_what_is_not_finite_is_never_merged(safe: bool) -> None:
     model = adapted(pair())
