@@ -358,7 +358,7 @@ def test_wrong_shape_is_named_and_nothing_changes(tmp_path: Path) -> None:
     untouched(model, before)
 
 
-def test_a_wrong_shape_for_a_conv1d_is_named_as_it_is_held(tmp_path: Path) -> None:
+def test_shapes_of_a_conv1d_are_those_of_codes_or_of_what_it_held(tmp_path: Path) -> None:
     model = nn.Sequential(Conv1D(256, 128)).bfloat16()  # holds [128, 256]
     fp8kit.convert(model)
     turned = {"0.weight": torch.randn(256, 128), "0.bias": torch.zeros(256)}
@@ -367,6 +367,9 @@ def test_a_wrong_shape_for_a_conv1d_is_named_as_it_is_held(tmp_path: Path) -> No
         fp8kit.load_weights(model, turned)
     with pytest.raises(CheckpointError, match=r"\[256, 128\] on disk, \[128, 256\] in the model"):
         load(tmp_path, model)
+    codes = {n: t.clone() for n, t in model.state_dict().items()}  # are [256, 128]
+    save_file(codes, tmp_path / "model.safetensors")
+    assert_same_tensors(load(tmp_path, model).state_dict(), codes)
 
 
 def test_unused_tensors_are_said(tmp_path: Path) -> None:

@@ -80,12 +80,10 @@ def check_fit(
         for kind, scale in layer.tensors.items()
         if kind != "weight"
     }
-    shapes = shapes_of(wanted)
-    for name, module in model.named_modules(remove_duplicate=False):
-        weight = named(name, "weight")
-        dense = weight in checkpoint.tensors and weight not in coded
-        if dense and isinstance(module, Fp8Linear) and module.transposed:
-            shapes[weight] = shapes[weight][::-1]
+    modules = model.named_modules(remove_duplicate=False)
+    turned = {n for n, m in modules if isinstance(m, Fp8Linear) and m.transposed}
+    dense = {named(n, "weight") for n in turned} - coded.keys()
+    shapes = {n: s[::-1] if n in dense else s for n, s in shapes_of(wanted).items()}
     found = fit(tensors, shapes, scales)
     problems = list(found.problems)
     tied = {name: group for group in ties(wanted) for name in group}
