@@ -260,9 +260,10 @@ class Placement:
         """Take a part of an FP8 layer's weight, and fill the layer when all are there."""
         name, shape = route.tensor("weight"), (owner.out_features, owner.in_features)
         if route.whole:
-            turned = owner.transposed and isinstance(value, Tensor)
-            check_shape(name, value.shape, shape[::-1] if turned else shape)
-            value = value.t() if turned else value
+            if owner.transposed and isinstance(value, Tensor):
+                check_shape(name, value.shape, shape[::-1])
+                value = value.t()
+            check_shape(name, value.shape, shape)
             self._store(owner, route.target, value)
             return
         partial = self._partial.begin(route, name, value.shape, shape)
