@@ -141,7 +141,7 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         Row("works", "`merge_adapter`, `unmerge_adapter`",
             "integrations/test_peft.py::test_merging_adds_to_the_numbers_and_quantizes_once",
             "in fp32, quantized once, in place; unmerging restores every byte"),
-        Row("refused", "`load_state_dict` of base weights while adapters are merged",
+        Row("refused", "`load_state_dict`, `load_weights` of a base while adapters are merged",
             "integrations/test_peft.py::test_a_merged_model_takes_adapters_and_no_other_base",
             "unmerging would discard them; adapters alone load"),
         Row("works", "merging where accelerate offloads",

@@ -309,6 +309,23 @@ def test_the_bias_of_an_adapter_is_merged_and_taken_out() -> None:
     assert_same_state(layer, before)
 
 
+@pytest.mark.parametrize("calls", [("a", "b", "c"), ("ab", "c"), ("b", "ca")])
+def test_biases_of_some_adapters_are_taken_out_however_they_came(calls: tuple[str, ...]) -> None:
+    model = adapted(pair(), "a")
+    for name in ("b", "c"):  # have biases
+        config = peft.LoraConfig(target_modules=["0"], r=RANK, lora_bias=True)
+        model.add_adapter(name, config)
+        lora(model).lora_B[name].bias.data.fill_(0.5)
+    layer = lora(model).get_base_layer()
+    before = state(layer)
+    for names in calls:
+        model.merge_adapter([*names])
+    added = sum(lora(model).scaling[name] * 0.5 for name in ("b", "c"))
+    assert_bits_equal(layer.bias, (before["bias"].float() + added).bfloat16())
+    model.unmerge_adapter()
+    assert_same_state(layer, before)
+
+
 @pytest.mark.parametrize("to_disk", [False, True])
 def test_offloaded_layers_are_merged_where_they_are_kept(to_disk: bool, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
@@ -467,6 +484,21 @@ def test_a_bias_that_no_adapter_merges_may_change_meanwhile() -> None:
     fp8kit.load_weights(model, {"base_model.model.0.base_layer.bias": torch.ones(256)})
     model.merge_adapter(["b"])
     model.unmerge_adapter()
+    assert_bits_equal(layer.bias, torch.ones(256).bfloat16())
+
+
+def test_a_bias_that_unmerging_would_overwrite_is_refused() -> None:
+    model = adapted(pair(), "a", lora_bias=True)
+    layer, base = lora(model).get_base_layer(), "base_model.model.0.base_layer"
+    before, given = layer.bias.clone(), {f"{base}.bias": torch.ones(256)}
+    model.merge_adapter(["a"])
+    with pytest.raises(fp8kit.CheckpointError, match=r"base_layer\.bias arrives while a are"):
+        fp8kit.load_weights(model, given)
+    with pytest.raises(RuntimeError, match=r"base_layer\.bias arrives while a are merged"):
+        model.load_state_dict(given, strict=False)
+    model.unmerge_adapter()
+    assert_bits_equal(layer.bias, before)
+    fp8kit.load_weights(model, given)
     assert_bits_equal(layer.bias, torch.ones(256).bfloat16())
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 import fp8kit
 from checkpoint_samples import (
@@ -355,6 +356,20 @@ def test_wrong_shape_is_named_and_nothing_changes(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"norm.bias: \[128\] on disk, \[129\] in the model"):
         load(path, model)
     untouched(model, before)
+
+
+def test_shapes_of_a_conv1d_are_those_of_codes_or_of_what_it_held(tmp_path: Path) -> None:
+    model = nn.Sequential(Conv1D(256, 128)).bfloat16()  # holds [128, 256]
+    fp8kit.convert(model)
+    turned = {"0.weight": torch.randn(256, 128), "0.bias": torch.zeros(256)}
+    save_file(turned, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"\[256, 128\]. The model needs \[128, 256\]"):
+        fp8kit.load_weights(model, turned)
+    with pytest.raises(CheckpointError, match=r"\[256, 128\] on disk, \[128, 256\] in the model"):
+        load(tmp_path, model)
+    codes = {n: t.clone() for n, t in model.state_dict().items()}  # are [256, 128]
+    save_file(codes, tmp_path / "model.safetensors")
+    assert_same_tensors(load(tmp_path, model).state_dict(), codes)
 
 
 def test_unused_tensors_are_said(tmp_path: Path) -> None:

@@ -94,9 +94,11 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
     merged_adapters: list[str]
 
     @property
-    def restores_base(self) -> bool:
-        """Whether adapters are merged, so that ``unmerge`` will write the base layer's weight."""
-        return self._unmerged is not None
+    def restored_by_unmerge(self) -> tuple[str, ...]:
+        """The tensors of the base layer that ``unmerge`` will write; none unless merged."""
+        if self._unmerged is None:
+            return ()
+        return ("weight",) if self._unmerged.bias is None else ("weight", "bias")
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], Any]:
@@ -159,9 +161,9 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
         """Refuse a new base weight while adapters are merged: unmerging would discard it."""
-        weight = f"{prefix}base_layer.weight"
-        if self.restores_base and weight in state_dict:
-            rest[-1].append(str(refusals.merged(weight, self.merged_adapters)))
+        for kind in self.restored_by_unmerge:
+            if (name := f"{prefix}base_layer.{kind}") in state_dict:
+                rest[-1].append(str(refusals.merged(name, self.merged_adapters)))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _summed(self, held: _Unmerged, adapters: list[str]) -> tuple[Tensor, Tensor | None]:

@@ -26,10 +26,10 @@ def tensor_parallel(layer: str) -> UnsupportedError:
     )
 
 
-def merged(weight: str, adapters: Sequence[str]) -> CheckpointError:
-    """Return the error that the base weight of this name cannot be loaded under merged adapters."""
+def merged(name: str, adapters: Sequence[str]) -> CheckpointError:
+    """Return the error that the base tensor of this name cannot be loaded under merged adapters."""
     return CheckpointError(
-        f"{weight} arrives while {', '.join(adapters)} are merged into it.",
+        f"{name} arrives while {', '.join(adapters)} are merged into it.",
         "Unmerging puts back the bytes that were there before.",
         "Call unmerge_adapter() first, or load the adapters alone.",
     )

@@ -12,6 +12,7 @@ from ahead import cuda_resources, without_nvrtc
 from fp8kit.moe.hopper.tile_config import GroupedConfig, Products
 from grouped_configs import CONFIGS, label
 
+hopper = pytest.importorskip("fp8kit.moe.hopper.experts", reason="no cuda-bindings")
 sources = pytest.importorskip("fp8kit.moe.hopper.source", reason="no cuda-bindings")
 pytestmark = pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_nvrtc()))
 
@@ -80,9 +81,12 @@ def test_the_kernel_before_the_products_compiles(
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize(("threads", "at_once", "blocks"), [(256, 8, 1), (256, 2, 8), (96, 2, 21)])
+@pytest.mark.parametrize("few_pairs", [False, True])
+@pytest.mark.parametrize("hidden", [16, 256, 720, 4096])
 def test_the_kernel_behind_the_products_compiles(
-    threads: int, at_once: int, blocks: int, dtype: torch.dtype
+    hidden: int, few_pairs: bool, dtype: torch.dtype
 ) -> None:
+    threads, at_once, blocks = hopper.combine_sizes(hidden // 8, few_pairs)
     found = cuda_resources(sources.combine_source(threads, at_once, blocks, dtype))
     assert found["registers"] * threads * blocks <= 65536
+    assert few_pairs or threads * blocks >= 1024  # half of an SM, or more

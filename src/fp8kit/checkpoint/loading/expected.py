@@ -73,10 +73,6 @@ def check_fit(
     wanted = expected_state(model, layers)
     tensors = {n: i.shape for n, i in checkpoint.tensors.items()}
     coded = {layer.weight: layer.shape for layer in checkpoint.layers.values()}
-    for name, module in model.named_modules(remove_duplicate=False):
-        weight = named(name, "weight")
-        if isinstance(module, Fp8Linear) and module.transposed and weight in tensors:
-            tensors[weight] = tensors[weight][::-1]
     tensors = {**expert_modules.stored_shapes(model, layers.experts, tensors), **coded}
     scales = {
         scale: layer.weight
@@ -84,7 +80,11 @@ def check_fit(
         for kind, scale in layer.tensors.items()
         if kind != "weight"
     }
-    found = fit(tensors, shapes_of(wanted), scales)
+    modules = model.named_modules(remove_duplicate=False)
+    turned = {n for n, m in modules if isinstance(m, Fp8Linear) and m.transposed}
+    dense = {named(n, "weight") for n in turned} - coded.keys()
+    shapes = {n: s[::-1] if n in dense else s for n, s in shapes_of(wanted).items()}
+    found = fit(tensors, shapes, scales)
     problems = list(found.problems)
     tied = {name: group for group in ties(wanted) for name in group}
     here = found.covered | _made_here(model, layers, found.covered)

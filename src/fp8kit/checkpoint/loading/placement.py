@@ -259,9 +259,10 @@ class Placement:
     def _gather(self, owner: Fp8Linear, route: Route, value: Tensor | Fp8Weight) -> None:
         """Take a part of an FP8 layer's weight, and fill the layer when all are there."""
         name, shape = route.tensor("weight"), (owner.out_features, owner.in_features)
-        if owner.transposed and isinstance(value, Tensor) and value.dim() == 2:
-            value = value.t()
         if route.whole:
+            if owner.transposed and isinstance(value, Tensor):
+                check_shape(name, value.shape, shape[::-1])
+                value = value.t()
             check_shape(name, value.shape, shape)
             self._store(owner, route.target, value)
             return
@@ -290,9 +291,7 @@ class Placement:
             self._store(owner, route.target, whole)
 
     def _store(self, layer: Fp8Linear, name: str, value: Tensor | Fp8Weight) -> None:
-        wrapper = self._submodule(name.rpartition(".")[0])
-        if getattr(wrapper, "restores_base", False):
-            raise refusals.merged(named(name, "weight"), cast(list[str], wrapper.merged_adapters))
+        self._check_unmerged(name, "weight")
         place = self._place(layer.weight)
         if isinstance(value, Fp8Weight):
             if value.q.group != layer.scheme.stored.weight:
@@ -312,6 +311,12 @@ class Placement:
                 self._set(layer, kind, tensor, named(name, kind), fresh=isinstance(value, Tensor))
                 self.placed.add(named(name, kind))
 
+    def _check_unmerged(self, layer: str, kind: str) -> None:
+        """Refuse a tensor of a LoRA's base layer that unmerging would overwrite."""
+        wrapper = self._submodule(layer.rpartition(".")[0])
+        if kind in getattr(wrapper, "restored_by_unmerge", ()):
+            raise refusals.merged(named(layer, kind), cast(list[str], wrapper.merged_adapters))
+
     def _write(self, route: Route, kind: str, value: Tensor) -> None:
         """Fill a tensor in high precision, or those of its rows that have arrived."""
         name = route.tensor(kind)
@@ -323,6 +328,7 @@ class Placement:
             return
         if self._dtype is not None and value.is_floating_point():
             value = cast_numbers(name, value, self._dtype)
+        self._check_unmerged(owner, key)
         held, shape = getattr(module, key), self.shapes[name]
         _check_cast(name, value, held.dtype)
         if held.is_floating_point() and not value.is_floating_point():

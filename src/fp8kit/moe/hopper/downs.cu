@@ -1,6 +1,7 @@
 // The result of a few tokens, from their activated gates and ups. A block computes 8 features of a token, then the 8
-// that its token's blocks have left. Its first weights arrive while the previous kernel ends. The two warps of a cluster
-// that multiply the same groups quantize half of them each. dot_products.cuh lists the macros.
+// that are `stride` further on, behind those of its token's other blocks. Its first weights arrive while the previous
+// kernel ends. The two warps of a cluster that multiply the same groups quantize half of them each. dot_products.cuh
+// lists the macros.
 
 constexpr int CLUSTER = 2;  // blocks that share the work of quantizing
 constexpr int INNER_SPANS = (INNER + SPAN - 1) / SPAN;
@@ -178,9 +179,9 @@ __device__ __forceinline__ float2 multiply_parts(const u8* weights, const u8* qu
 }
 
 extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS, 32 / DOWN_WARPS) downs(
-    const void* ids, int id_bytes, int experts, int tokens, int stride, const float* router_weights,
-    const float* h, const float* given_scale, float min_scale, const u8* codes, const float* scale, const void* bias, int rows, int expert_stride,
-    int row_stride, u16* y) {
+    const void* ids, int id_bytes, int experts, int tokens, int stride, const float* router_weights, const float* h,
+    const float* given_scale, float min_scale, const u8* codes, const float* scale, const void* bias, int rows,
+    int expert_stride, int row_stride, u16* y) {
   extern __shared__ __align__(128) u8 weights[];  // rows of all pairs; then the pairs' codes and scales
   u8* const quantized = weights + PAIRS * ROWS * INNER;
   __shared__ float sums[2][DOWN_WARPS][ROWS];

@@ -67,7 +67,7 @@ _CHECKED_FEW = 2  # so few that pairs have narrow tiles, or are computed by dot 
 # rows of a token that a thread loads together, with few pairs and with many: more hide latency,
 # fewer leave registers for as many threads as an SM may have
 _AT_ONCE = {True: 8, False: 2}
-_THREADS_PER_SM = 2048
+_THREADS_PER_SM, _BLOCKS_PER_SM = 2048, 32
 _LONG = 4096  # K of a product beside which its epilogue is short
 _MOST_VECTORS = 8  # of 16 bytes of a token that a thread holds
 
@@ -261,15 +261,21 @@ def _quantization(call: Call, rows: Rows) -> list[Launch]:
 def _sum(call: Call, products: Tensor, y: Tensor) -> Launch:
     """Add the rows of each token."""
     vectors = y.shape[1] // VECTOR
-    threads = min(THREADS, round_up(vectors, 32))
+    sizes = combine_sizes(vectors, has_few_pairs(call))
     arguments = (
         *pointers(products, call.found.row_of_pair, call.operands.weights, y),
         *integers(call.problem.top_k, vectors),
     )
-    few, pair_bytes = has_few_pairs(call), 8
-    sizes = (threads, _AT_ONCE[few], 1 if few else _THREADS_PER_SM // threads)
+    pair_bytes = 8
     kernel = _combine_kernel(*sizes, pair_bytes * call.problem.top_k, y.dtype, y.device.index)
-    return Launch(kernel, y.shape[0] * -(-vectors // threads), arguments)
+    return Launch(kernel, y.shape[0] * -(-vectors // sizes[0]), arguments)
+
+
+def combine_sizes(vectors: int, few_pairs: bool) -> tuple[int, int, int]:
+    """Return a block's threads, the rows that each loads together, and an SM's least blocks."""
+    threads = min(THREADS, round_up(vectors, 32))
+    blocks = 1 if few_pairs else min(_THREADS_PER_SM // threads, _BLOCKS_PER_SM)
+    return threads, _AT_ONCE[few_pairs], blocks
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 // The activated gates and ups of a few tokens, in fp32. A block computes 8 features of a pair. It quantizes the token
-// for itself while its weights arrive. Of several tokens, neighbouring blocks compute the same features of all pairs, so
-// that pairs of one expert read its weights from memory once. dot_products.cuh lists the macros.
+// for itself while its weights arrive. Of several tokens, neighbouring blocks compute the same features of all pairs,
+// so that pairs of one expert read its weights from memory once. dot_products.cuh lists the macros.
 
 constexpr int WHOLE_SPANS = HIDDEN / SPAN, HIDDEN_SPANS = (HIDDEN + SPAN - 1) / SPAN;
 constexpr bool SCALED_SPANS = SCALES == 1 || WEIGHT_BLOCKS;
