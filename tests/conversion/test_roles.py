@@ -304,12 +304,15 @@ class Steps(nn.Module):
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_a_head_of_numbered_parts_is_the_one_layer_of_its_shape(blocks: int) -> None:
+def test_a_head_of_numbered_parts_is_the_last_layer_and_alone_in_its_shape(blocks: int) -> None:
     model = nn.ModuleDict({"words": nn.Embedding(512, 128)})
     model["blocks"] = nn.ModuleList([Steps(nn.Linear(128, 256)) for _ in range(blocks)])
     model["out"] = Steps(nn.Linear(128, 128), nn.LayerNorm(128), nn.Linear(128, 512))
     assert layer_roles(model) == {"out.layers.2.w": "output head"}
     model["more"] = Steps(nn.Linear(128, 512))  # either may be the head
+    assert layer_roles(model) == {}
+    del model["more"]
+    model["last"] = nn.Linear(128, 256)  # so the one before may be of a block
     assert layer_roles(model) == {}
 
 

@@ -96,7 +96,7 @@ def _words_as_outputs(model: nn.Module, linears: Mapping[str, nn.Module]) -> lis
     """Return the output head, the one layer in the shape of a word embedding outside all blocks.
 
     Containers of a library may number the parts of a head, as blocks are numbered. So where no
-    layer outside has this shape, the one layer of the model that has it is the head.
+    layer outside has this shape, the last layer of the model is the head if it alone has it.
     """
     named = model.named_modules()
     words = [m for n, m in named if isinstance(m, nn.Embedding) and not _OF_PLACES.search(n)]
@@ -110,7 +110,7 @@ def _words_as_outputs(model: nn.Module, linears: Mapping[str, nn.Module]) -> lis
         and (weight.is_meta or all(weight.data_ptr() != t.data_ptr() for t in tables))  # tied
     ]
     outside = [n for n in found if not any(part.isdecimal() for part in n.split(".")[:-1])]
-    found = outside or found
+    found = outside or (found if found == [*linears][-1:] else [])
     return found if len({linears[name] for name in found}) == 1 else []
 
 
