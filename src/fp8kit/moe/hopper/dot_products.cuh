@@ -7,6 +7,7 @@
 //   INNER           features    of the intermediate
 //   PAIRS           pairs       of a token and an expert, at most 32
 //   ROWS            rows        of a weight in a block
+//   CLUSTER         blocks      of downs that share the work of quantizing
 //   GATE_WARPS      warps       of a block of gates_and_ups
 //   DOWN_WARPS      warps       of a block of downs
 //   WARPS_OF_PAIR   warps       of downs that share a pair; DOWN_WARPS is a multiple; 1 if a warp has several pairs

@@ -119,7 +119,7 @@ def variant(operands: ExpertOperands, problem: ExpertsProblem) -> DotProductsVar
     """Return the settings that both kernels are compiled for."""
     assert problem.x_group is not None
     padded, gate_warps = round_up(problem.hidden, GROUP), _gate_warps(problem)
-    sizes = (problem.hidden, problem.intermediate, problem.top_k, _ROWS)
+    sizes = (problem.hidden, problem.intermediate, problem.top_k, _ROWS, _CLUSTER)
     return DotProductsVariant(
         operands.x.shape[0] == 1, *sizes, gate_warps, *_down_warps(problem),
         -(-padded // (VECTOR * 32 * gate_warps)), SCALES[problem.x_group],

@@ -3,12 +3,12 @@
 // kernel ends. The two warps of a cluster that multiply the same groups quantize half of them each. dot_products.cuh
 // lists the macros.
 
-constexpr int CLUSTER = 2;  // blocks that share the work of quantizing
 constexpr int INNER_SPANS = (INNER + SPAN - 1) / SPAN;
 constexpr int PAIRS_AT_ONCE = DOWN_WARPS / WARPS_OF_PAIR, PAIRS_OF_WARP = (PAIRS + PAIRS_AT_ONCE - 1) / PAIRS_AT_ONCE;
 constexpr int SPANS_OF_PAIR = (INNER_SPANS + WARPS_OF_PAIR - 1) / WARPS_OF_PAIR;  // of a warp
 constexpr int PARTS = PAIRS_OF_WARP * SPANS_OF_PAIR;                             // of a warp
 constexpr int ALL_SPANS = PAIRS * INNER_SPANS;
+static_assert(CLUSTER == 2, "one half of the parts each");
 static_assert(PAIRS <= 32 && PARTS <= 32, "a lane holds each");
 static_assert(PAIRS_OF_WARP == 1 || WARPS_OF_PAIR == 1, "the parts that are there come first");
 

@@ -105,6 +105,7 @@ class DotProductsVariant(NamedTuple):
     inner: int
     pairs: int
     rows: int
+    cluster: int
     gate_warps: int
     down_warps: int
     warps_of_pair: int
