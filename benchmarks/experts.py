@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,6 +67,7 @@ from timing import Case, copies_past_cache, environment, time_cases, write_resul
 TOKENS = "1,4,16,64,128,1024,4096"
 SKEWED = (16, 128, 4096)
 GROUPS = {"row": fp8kit.ROW, "block": fp8kit.BLOCK}
+Loaded = TypeVar("Loaded")
 # on normal data rounding input and intermediate to FP8 costs 4.4 %, and 6.2 % in the worst of a
 # thousand tokens; bf16 costs 0.5 %, and 0.8 % in the worst token
 DENSE_ERROR, FP8_ERROR = 0.02, 0.08
@@ -222,12 +223,7 @@ def peer(
     """Load vLLM, or return the reason why it is absent."""
     if folder is None:
         return None, {"vllm": "not asked for (--vllm FOLDER)"}
-    try:
-        return load_vllm(folder, libraries, device), {}
-    except Exception as broken:
-        # if a library does not load, only its own columns stay empty
-        print(f"vllm: {reason(broken)}", flush=True)
-        return None, {"vllm": reason(broken)}
+    return loaded("vllm", lambda: load_vllm(folder, libraries, device))
 
 
 def flashinfer_peer(
@@ -238,12 +234,16 @@ def flashinfer_peer(
         return None, {}
     if vllm is None:
         return None, {"flashinfer_cutlass": "needs vLLM, whose quantizer runs before it"}
+    return loaded("flashinfer_cutlass", lambda: load_flashinfer(folder, into))
+
+
+def loaded(name: str, load: Callable[[], Loaded]) -> tuple[Loaded | None, dict[str, str]]:
+    """Load a library, or return the reason why it does not load: only its columns stay empty."""
     try:
-        return load_flashinfer(folder, into), {}
+        return load(), {}
     except Exception as broken:
-        # if a library does not load, only its own columns stay empty
-        print(f"flashinfer_cutlass: {reason(broken)}", flush=True)
-        return None, {"flashinfer_cutlass": reason(broken)}
+        print(f"{name}: {reason(broken)}", flush=True)
+        return None, {name: reason(broken)}
 
 
 def peer_versions(vllm: Vllm | None, flashinfer: FlashInfer | None) -> dict[str, str]:
