@@ -50,7 +50,7 @@ from expert_peers import (
     transformers_case,
     unpacked,
 )
-from flashinfer_peer import FlashInfer, load_flashinfer, per_tensor
+from flashinfer_peer import FlashInfer, load_flashinfer, per_tensor, static_scales
 from fp8kit.dispatch.backends import decide
 from fp8kit.dispatch.device import capability
 from fp8kit.formats import stack_scale_shape
@@ -89,8 +89,22 @@ def ours(kind: str) -> Build:
     return build
 
 
+def ours_static(layer: ExpertLayer) -> Case:
+    """Build ``fp8kit.moe.experts`` with FlashInfer's static scales."""
+    given = [scale.view(1, 1) for scale in static_scales(layer)]
+    scales = dict(zip(("input_scale13", "input_scale2"), given, strict=True))
+    copies = [
+        [fp8kit.QTensor(w.data, w.scale[:, :1].contiguous(), fp8kit.TENSOR) for w in coded]
+        for coded in layer.coded["tensor"]
+    ]
+    return lambda i: fp8kit.moe.experts(
+        layer.x, *copies[i % len(copies)], *layer.routes[i], **scales
+    )
+
+
 # each case: the kind of weights from which its exact result is computed, and its builder
 OURS: dict[str, tuple[str, Build]] = {f"fp8kit_{kind}": (kind, ours(kind)) for kind in GROUPS}
+STATIC = "fp8kit_static"  # timed beside FlashInfer
 DENSE: dict[str, tuple[str, Build]] = {
     "bf16_batched_mm": ("dense", partial(transformers_case, batched_mm)),
     "bf16_grouped_mm": ("dense", partial(transformers_case, grouped_mm)),
@@ -137,6 +151,7 @@ class Bench:
         """Return the cases that serve a layer and a token count."""
         found = DENSE | OURS | peer_cases(self.vllm, shape, tokens)
         if self.flashinfer is not None and self.vllm is not None:
+            found[STATIC] = ("tensor", ours_static)
             found |= self.flashinfer.cases(self.vllm, self.timer)
         if not blocks_fit(shape):
             found = {name: case for name, case in found.items() if case[0] != "block"}
@@ -257,7 +272,7 @@ def peer_versions(vllm: Vllm | None, flashinfer: FlashInfer | None) -> dict[str,
 def compile_ahead(arguments: argparse.Namespace, libraries: list[Path]) -> None:
     """Run every case once in other processes, which leave their kernels in the caches on disk."""
     context = multiprocessing.get_context("spawn")
-    setting = (arguments.vllm, libraries, arguments.device)
+    setting = (arguments.vllm, libraries, arguments.device, arguments.flashinfer is not None)
     shapes = arguments.models.values()
     jobs = [(*setting, shape, m) for m in arguments.tokens for shape in shapes]
     stop = time.monotonic() + min(arguments.seconds / 2, _COMPILING_SECONDS)
@@ -291,16 +306,22 @@ _loaded: dict[Path | None, Vllm | None] = {}
 
 @torch.no_grad()
 def compile_cell(
-    folder: Path | None, libraries: list[Path], device_name: str, shape: ExpertShape, tokens: int
+    folder: Path | None,
+    libraries: list[Path],
+    device_name: str,
+    static: bool,
+    shape: ExpertShape,
+    tokens: int,
 ) -> dict[str, str]:
     """Run the FP8 cases of one layer and token count once, to compile them; return failures."""
     device = torch.device(device_name)
     if folder not in _loaded:
         _loaded[folder] = peer(folder, libraries, device)[0]
     e, _, h, i = shape
-    codes = [torch.empty(e, n, k, device=device, dtype=E4M3) for n, k in ((2 * i, h), (h, i))]
+    sizes = ((e, 2 * i, h), (e, h, i))
+    codes = [torch.full(size, 1.0, device=device, dtype=E4M3) for size in sizes]
     coded = {}
-    for kind, group in GROUPS.items():
+    for kind, group in GROUPS.items() | ({("tensor", fp8kit.ROW)} if static else set()):
         if kind != "block" or blocks_fit(shape):
             scales = [torch.ones(stack_scale_shape(c.shape, group), device=device) for c in codes]
             pair = (fp8kit.QTensor(c, s, group) for c, s in zip(codes, scales, strict=True))
@@ -309,7 +330,8 @@ def compile_cell(
     x = normal(generator, tokens, h)
     layer = ExpertLayer(x, [routes(generator, shape, tokens, "uniform")], [], coded)
     failed = {}
-    for name, (kind, build) in (OURS | peer_cases(_loaded[folder], shape, tokens)).items():
+    cases = OURS | peer_cases(_loaded[folder], shape, tokens) | {STATIC: ("tensor", ours_static)}
+    for name, (kind, build) in cases.items():
         if kind in coded:
             try:
                 build(layer)(0)
@@ -425,7 +447,8 @@ def measure(bench: Bench, shape: ExpertShape, layer: ExpertLayer) -> Row:
     found["roofline_with_passes_us"] = roofline + experts_passes_us(shape, tokens, speed)
     found["us"] = times
     found["of_roofline"] = {name: roofline / us for name, us in times.items()}
-    compared = {k: ratios({"shape": "", **found}, k, EXPERT_COMPARISONS) for k in GROUPS}
+    row = {"shape": "", **found}
+    compared = {k: ratios(row, k, EXPERT_COMPARISONS) for k in EXPERT_COMPARISONS}
     found["best_peer_by_ours"] = {k: r.of_peer for k, r in compared.items() if r and r.peer}
     found["relative_error"] = checked.errors
     found["backends"] = {
@@ -492,7 +515,7 @@ def report(row: Row) -> None:
     line += "".join(f"  {name} {us:.1f}" for name, us in row["us"].items())
     for kind, ratio in row["best_peer_by_ours"].items():
         line += f"  | peer / {kind} {ratio:.2f}"
-    for kind in GROUPS:
+    for kind in EXPERT_COMPARISONS:
         if f"fp8kit_{kind}" in row["us"]:
             line += f"  {kind} {row['of_roofline'][f'fp8kit_{kind}']:.0%} of roof"
     line += "".join(f"\n    failed {n}: {why}" for n, why in row.get("failed", {}).items())

@@ -51,6 +51,7 @@ _EXPERT_BLOCK_PEERS = (
 EXPERT_COMPARISONS: dict[str, tuple[str, ...]] = {
     "row": ("vllm_channel", "torch_grouped_row", "flashinfer_cutlass", *_EXPERT_BLOCK_PEERS),
     "block": _EXPERT_BLOCK_PEERS,
+    "static": ("flashinfer_cutlass",),
 }
 # bf16 counts as the fastest of these
 _DENSE = ("bf16", "bf16_batched_mm", "bf16_grouped_mm")

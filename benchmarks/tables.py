@@ -77,6 +77,7 @@ FIRST = ("forward", "eager")  # ways whose first call is the first call of the m
 EXPERT_KINDS = {
     "row": "Per-token activations by per-row weights",
     "block": "1x128 groups by 128x128 blocks",
+    "static": "Static scales per tensor",
 }
 
 
@@ -197,7 +198,7 @@ def experts_overview(found: dict[str, Any]) -> str:
     rows = [row for row in found["rows"] if row["routing"] == "uniform"]
     row, block = (
         {line.m: line for line in summarize(rows, kind, EXPERT_COMPARISONS)}
-        for kind in EXPERT_COMPARISONS
+        for kind in ("row", "block")
     )
     columns = ["tokens", "row-wise: best peer / fp8kit", "bf16 / fp8kit", "of the roofline"]
     columns += ["block-wise: best peer / fp8kit", "bf16 / fp8kit"]
@@ -240,8 +241,10 @@ def experts(found: dict[str, Any]) -> str:
 
 def every_expert_layer(rows: list[Row]) -> str:
     """Microseconds of every layer of experts, routing and token count."""
+    kinds = [k for k in EXPERT_COMPARISONS if any(f"fp8kit_{k}" in row["us"] for row in rows)]
     columns = ["tokens", "routing", "experts", "roofline", "bf16"]
-    columns += ["row", "of the roofline", "best peer", "block", "of the roofline", "best peer"]
+    for kind in kinds:
+        columns += [kind, "of the roofline", "best peer"]
     parts = ["Microseconds.\n"]
     for shape in dict.fromkeys(row["shape"] for row in rows):
         lines = []
@@ -252,7 +255,7 @@ def every_expert_layer(rows: list[Row]) -> str:
             lines.append([str(row["m"]), row["routing"], f"{row['touched']:.1f}"])
             lines[-1] += [f"{roofline:.1f} / {row['roofline_with_passes_us']:.1f}"]
             lines[-1] += [micro(min(dense, default=None))]
-            for kind in EXPERT_COMPARISONS:
+            for kind in kinds:
                 us = times.get(f"fp8kit_{kind}")
                 lines[-1] += [micro(us), "–" if us is None else f"{roofline / us:.0%}"]
                 lines[-1] += [named_peer(row, kind, EXPERT_COMPARISONS)]

@@ -8,6 +8,8 @@ CONFIGS = [
     GroupedConfig(tokens=8, warpgroups=1, blocks_per_sm=2, narrow=True),
     *(GroupedConfig(tokens=n, warpgroups=1, blocks_per_sm=2) for n in (8, 16, 32)),
     *(GroupedConfig(tokens=n, warpgroups=2, blocks_per_sm=1) for n in (48, 64, 80, 128, 144)),
+    *(GroupedConfig(tokens=n, warpgroups=1, blocks_per_sm=2, narrow=True) for n in (16, 32)),
+    *(GroupedConfig(tokens=n, warpgroups=2, blocks_per_sm=1, narrow=True) for n in (48, 64, 80)),
 ]
 
 

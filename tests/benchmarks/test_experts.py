@@ -17,6 +17,7 @@ import expert_peers
 import experts
 import fp8kit
 import grouped_peers
+import summary
 import tables
 from expert_peers import ExpertLayer
 from layers import EXPERTS, ExpertShape, experts_passes_us, experts_roofline_us
@@ -283,7 +284,7 @@ def test_flashinfer_computes_the_layer_with_its_fastest_kernels(
     assert (found["peers"]["flashinfer"], found["absent"]) == ("0.7.2", {})
     (row,) = found["rows"]
     assert set(row["failed"]) == {"torch_grouped_row"}
-    for name in ("flashinfer_cutlass", "flashinfer_block"):
+    for name in ("flashinfer_cutlass", "flashinfer_block", "fp8kit_static"):
         assert 0.01 < row["relative_error"][name] < experts.FP8_ERROR
     assert set(row["backends"]) == {"fp8kit_row", "fp8kit_block"}
     module = sys.modules["tvm_ffi"].Module
@@ -351,8 +352,8 @@ def test_a_wrong_result_of_our_own_ends_in_an_error(
 
 
 def test_every_case_runs_once_to_compile() -> None:
-    assert experts.compile_cell(None, [], "cpu", ALIGNED, 4) == {}
-    assert experts.compile_cell(None, [], "cpu", UNALIGNED, 4) == {}
+    assert experts.compile_cell(None, [], "cpu", False, ALIGNED, 4) == {}
+    assert experts.compile_cell(None, [], "cpu", True, UNALIGNED, 4) == {}
 
 
 def test_routes_are_uniform_or_skewed() -> None:
@@ -402,7 +403,7 @@ def test_copies_are_many_only_where_weights_are_few() -> None:
     assert "bf16_batched_mm" in bench.cases(MODELS["Mixtral-8x7B"], 4)
     assert "bf16_batched_mm" not in bench.cases(MODELS["Mixtral-8x7B"], 16)
     assert "fp8kit_block" not in bench.cases(MODELS["GPT-OSS-120B"], 1)
-    assert set(experts.GROUPS) == set(tables.EXPERT_KINDS)
+    assert set(summary.EXPERT_COMPARISONS) == set(tables.EXPERT_KINDS)
     assert fp8kit.BLOCK == experts.GROUPS["block"]
 
 

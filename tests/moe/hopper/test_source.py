@@ -41,7 +41,9 @@ IN_ONE_KERNEL = (BOTH, BOTH_BLOCKS, BOTH_STATIC)
 
 
 def variants(config: GroupedConfig) -> Iterator[Any]:
-    if not config.narrow:
+    if config.narrow:
+        yield from (SECOND, SECOND_BLOCKS)
+    else:
         yield from VARIANTS
         yield from GATHERS
     if config.one_kernel(few_pairs=True, intermediate=16):

@@ -25,9 +25,11 @@ def test_blocks_fit_a_multiprocessor(config: GroupedConfig, products: Products) 
     assert config.cluster(Products.FIRST) * half == 128 or not config.swap_ab
 
 
-@given(st.integers(1, 200_000), st.integers(1, 1024), st.integers(0, 2))
-def test_what_is_chosen_is_known(pairs: int, experts: int, wide_tiles: int) -> None:
-    assert choose(pairs, experts, wide_tiles=wide_tiles) in CONFIGS
+@given(st.integers(1, 200_000), st.integers(1, 1024), st.integers(0, 2), st.integers(0, 16384))
+def test_what_is_chosen_is_known(
+    pairs: int, experts: int, wide_tiles: int, long_features: int
+) -> None:
+    assert choose(pairs, experts, True, wide_tiles, long_features) in CONFIGS
     few = choose(pairs, experts, many=False)
     assert few in CONFIGS
     assert few.swap_ab
@@ -47,6 +49,17 @@ def test_short_products_are_one_kernel() -> None:
         assert few == (config.warpgroups == 1)
         assert short == (48 <= config.tokens <= 128)
         assert not long
+
+
+def test_tiles_of_a_long_second_product_are_narrow_where_wide_ones_would_be_few() -> None:
+    def narrow(pairs: int, experts: int, long_features: int) -> bool:
+        return choose(pairs, experts, long_features=long_features).narrow
+
+    assert narrow(256, 8, 4096)  # 128 wide tiles for the 132 SMs of an H200
+    assert not narrow(256, 8, 0)
+    assert not narrow(256, 128, 4096)
+    assert not narrow(8 * 100, 8, 4096)  # so many tokens that loading them twice costs more
+    assert not narrow(128, 8, 4096)  # few pairs, whose products are one kernel
 
 
 def test_tiles_are_wide_around_whole_tiles_of_128() -> None:

@@ -44,6 +44,7 @@ from fp8kit.moe.hopper.tile_config import (
     LEAST_WIDE,
     MOST_EXPERTS,
     PAIRS_OF_BLOCK,
+    SHORT,
     SORT_CLUSTER,
     SORT_THREADS,
     THREADS,
@@ -145,8 +146,7 @@ def experts(
     if config is None and dot_products.serves(problem):
         return dot_products.experts(operands, problem)
     x, pairs = operands.x, operands.ids.numel()
-    chosen_by = (_whole_blocks(problem), wide_tiles(problem))
-    config = config or choose(pairs, problem.experts, *chosen_by)
+    config = config or _chosen(pairs, problem)
     tiles = config.token_tiles(pairs, problem.experts)
     shape, given = (tiles * config.tokens, problem.hidden), operands.w13.input_scale
     with torch.cuda.device(x.device):
@@ -188,6 +188,12 @@ def _loadable_weights(w: ExpertWeights) -> ExpertWeights:
     # a single scale per tensor may be one number, expanded to all experts
     scale = w.scale if w.scale.shape[1:] == (1, 1) else w.scale.contiguous()
     return ExpertWeights(data, scale, bias, w.input_scale)
+
+
+def _chosen(pairs: int, problem: ExpertsProblem) -> GroupedConfig:
+    long_features = problem.hidden if problem.intermediate > SHORT else 0
+    many = _whole_blocks(problem)
+    return choose(pairs, problem.experts, many, wide_tiles(problem), long_features)
 
 
 def _whole_blocks(problem: ExpertsProblem) -> bool:

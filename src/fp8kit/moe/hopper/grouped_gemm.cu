@@ -293,7 +293,8 @@ __device__ __forceinline__ Stage<TileQueue::SLOTS> multiply_tiles(
 #pragma unroll
             for (int half = 0; half < 2; half++) {
               w_s[half] = w_next[half];
-              w_next[half] = w_scales[half][min(step + i + 1, scale_steps - 1)];
+              const int chunk = (step + i + 1) * CHUNKS + (CHUNKS == 2 ? half : 0);
+              w_next[half] = w_scales[half][min(chunk, scale_steps - 1)];
             }
           }
           barrier_wait(ring.full[now.index], now.parity);

@@ -36,8 +36,11 @@ def multiply(call: Call, rows: Rows, h: Rows, products: Tensor) -> list[Launch]:
     """
     if call.config.one_kernel(has_few_pairs(call), call.problem.intermediate):
         return [_product(call, rows, h, products, Products.BOTH)]
-    call = call._replace(config=replace(call.config, narrow=False))
-    return [_product(call, rows, h, products, each) for each in (Products.FIRST, Products.SECOND)]
+    first = call._replace(config=replace(call.config, narrow=False))
+    return [
+        _product(first, rows, h, products, Products.FIRST),
+        _product(call, rows, h, products, Products.SECOND),
+    ]
 
 
 def _product(call: Call, rows: Rows, h: Rows, products: Tensor, which: Products) -> Launch:

@@ -21,9 +21,11 @@ _SYSTEM_SMEM = 1024  # of each further block
 _MOST_STAGES = 16
 _BAND_TOKENS = 1024  # tokens whose codes stay in L2 while all weights of an expert are read
 _NARROW_PAIRS = 4  # up to so many pairs, wide tiles of the second product would leave SMs idle
+_MOST_NARROW = 80  # tokens of a narrow tile; more would outweigh the weights of a stage
+_FEW_TILES = 264  # per block of an SM; fewer may leave most SMs idle in the last round
 _MANY = 128  # in a tile of so many tokens, tokens are the MMA's rows
 _WIDE = 144  # the most columns of the MMA whose sums and one partial sum fit the registers
-_SHORT = 2048  # the longest I of products that are short
+SHORT = 2048  # the longest I of products that are short
 _WIDE_REACH = 8  # tokens around a multiple of _MANY, where half of the experts need one more tile
 LEAST_WIDE = _MANY - _WIDE_REACH  # tokens of an expert from which on tiles of _WIDE are chosen
 # (tokens of an expert on average, at most; tokens of a tile): most experts need one tile at most
@@ -96,7 +98,7 @@ class GroupedConfig:
         """
         if self.takes_turns:
             return few_pairs
-        return not few_pairs and intermediate <= _SHORT and self.tokens <= _MANY
+        return not few_pairs and intermediate <= SHORT and self.tokens <= _MANY
 
     @property
     def band(self) -> int:
@@ -156,16 +158,21 @@ class GroupedConfig:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(pairs: int, experts: int, many: bool = True, wide_tiles: int = 0) -> GroupedConfig:
+def choose(
+    pairs: int, experts: int, many: bool = True, wide_tiles: int = 0, long_features: int = 0
+) -> GroupedConfig:
     """Return the configuration for a number of pairs.
 
     Only with ``many`` may a tile have so many tokens that they are the MMA's rows. Tiles of 144
-    tokens are chosen for experts of up to ``wide_tiles`` tiles.
+    tokens are chosen for experts of up to ``wide_tiles`` tiles. ``long_features``: features of the
+    second product if its K is so long that one more tile than SMs costs a whole round.
     """
     each = pairs / experts
     tokens = next((n for most, n in _TOKENS if each <= most), _MANY if many else _MANY // 2)
     if any(abs(each - n * _MANY) <= _WIDE_REACH for n in range(1, wide_tiles + 1)):
         tokens = _WIDE
-    few = tokens <= 32
-    blocks = {"warpgroups": 1, "blocks_per_sm": 2} if few else {"warpgroups": 2, "blocks_per_sm": 1}
-    return GroupedConfig(tokens=tokens, narrow=pairs <= _NARROW_PAIRS, **blocks)
+    warpgroups, blocks = (1, 2) if tokens <= 32 else (2, 1)
+    tiles = experts * -(-long_features // (2 * HALF * warpgroups)) if pairs > FEW_PAIRS else 0
+    few = 0 < tiles < _FEW_TILES * blocks and tokens <= _MOST_NARROW
+    narrow = few or pairs <= _NARROW_PAIRS
+    return GroupedConfig(tokens=tokens, warpgroups=warpgroups, blocks_per_sm=blocks, narrow=narrow)
