@@ -3,10 +3,12 @@
     python benchmarks/diffusion.py OUT.json
 
 Every variant runs in a process of its own: bf16, fp8kit, torchao's row-wise FP8, and diffusers' own
-FP8, `enable_layerwise_casting`, which stores weights in FP8 and multiplies in bf16. `eager` is the
-model as it is, `compiled` the model after `compile_repeated_blocks`, as diffusers recommends. The
-host waits for each of these calls. In a `loop` it waits once in eight, as pipelines queue their
-denoising steps. `captured` is the compiled model in a CUDA graph, without the host's time.
+FP8, `enable_layerwise_casting`, which stores weights in FP8 and multiplies in bf16. By default
+torchao has Inductor tune its kernels by coordinate descent, which takes minutes here; `torchao
+untuned` does not. `eager` is the model as it is, `compiled` the model after
+`compile_repeated_blocks`, as diffusers recommends. The host waits for each of these calls. In a
+`loop` it waits once in eight, as pipelines queue their denoising steps. `captured` is the compiled
+model in a CUDA graph, without the host's time.
 Torchao takes part with `TORCHAO=1`, or the folder that holds it.
 """
 
@@ -39,7 +41,8 @@ from processes import (
 )
 from timing import write_results
 
-VARIANTS = ("fp8kit", "torchao", "layerwise casting", "bf16")
+UNTUNED = "torchao untuned"
+VARIANTS = ("fp8kit", "torchao", UNTUNED, "layerwise casting", "bf16")
 WAYS = ("eager", "compiled", "loop", "captured")
 STEPS = 8  # calls of a loop
 SCHEME = "FP8_DYNAMIC"
@@ -100,9 +103,9 @@ def build(setup: Setup) -> Stack:
     if setup.variant == "fp8kit":
         fp8kit.convert(model, SCHEME)
         fp8kit.warmup(model, m=[setup.text, setup.image, setup.text + setup.image])
-    elif setup.variant == "torchao":
-        quantize_by_torchao(model.transformer_blocks)
-        quantize_by_torchao(model.single_transformer_blocks)
+    elif setup.variant in ("torchao", UNTUNED):
+        for blocks in (model.transformer_blocks, model.single_transformer_blocks):
+            quantize_by_torchao(blocks, tuned=setup.variant != UNTUNED)
     elif setup.variant == "layerwise casting":
         model.enable_layerwise_casting(torch.float8_e4m3fn, torch.bfloat16)
     check_fp8(model, wanted=setup.variant != "bf16")

@@ -5,9 +5,9 @@ It comes from a folder (``--flashinfer FOLDER``) that holds
 * ``tvm_ffi/``: the package ``apache-tvm-ffi``, for the Python that runs the benchmark;
 * ``fused_moe_90.so``: the compiled module, plain or as ``.so.xz``;
 * ``version.txt``: the version of FlashInfer;
-* for block scales ``fused_moe_90_block.so``, plain or as ``.so.xz``, and ``deep_gemm/``, a copy of
-  ``nv_internal/tensorrt_llm/deep_gemm``. Its products are compiled at run time by the nvcc of
-  ``CUDA_HOME`` or the search path, for a second or two each, into ``kernels/``, and found there.
+* for block scales ``fused_moe_90_block.so``, plain or as ``.so.xz``, and ``include/deep_gemm/``, a
+  copy of ``nv_internal/tensorrt_llm/deep_gemm``. Its products are compiled at run time by the nvcc
+  of ``CUDA_HOME`` or the search path, for a second or two each, into ``kernels/``, and found there.
 
 The module is what ``gen_cutlass_fused_moe_sm90_module(False).build_and_load()`` of
 ``flashinfer.jit.fused_moe`` compiles, in hours. A part of it serves, which nvcc compiles in about
@@ -224,6 +224,6 @@ def load_flashinfer(folder: Path, into: Path) -> FlashInfer:
     for path in unpacked(folder, into, ("fused_moe_90_block",)):
         os.environ.setdefault("TRTLLM_DG_CACHE_DIR", str(folder / "kernels"))
         module = load(str(path))
-        module.set_deepgemm_jit_include_dirs([str(folder)])
+        module.set_deepgemm_jit_include_dirs([str(folder / "include")])
         block_runner = module.init(torch.bfloat16, E4M3, torch.bfloat16, True, *options)
     return FlashInfer(runner, block_runner, (folder / "version.txt").read_text().strip())

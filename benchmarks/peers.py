@@ -306,8 +306,13 @@ def humming_mx(weight: fp8kit.QTensor) -> nn.Module:
     return found
 
 
-def quantize_by_torchao(model: nn.Module) -> None:
+def quantize_by_torchao(model: nn.Module, tuned: bool = True) -> None:
     """Quantize every linear layer in place by torchao, per row of weights and of inputs.
+
+    Args:
+        model: the model.
+        tuned: let torchao have Inductor tune its kernels by coordinate descent, which is its
+            default and takes minutes where kernels are long.
 
     Raises:
         DeclinedError: if torchao is absent.
@@ -317,7 +322,7 @@ def quantize_by_torchao(model: nn.Module) -> None:
         raise DeclinedError(libraries.missing["torchao"])
     quantization = importlib.import_module("torchao.quantization")
     config = quantization.Float8DynamicActivationFloat8WeightConfig(
-        granularity=quantization.PerRow()
+        granularity=quantization.PerRow(), set_inductor_config=tuned
     )
     quantization.quantize_(model, config)
 

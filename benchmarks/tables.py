@@ -208,9 +208,11 @@ def experts_overview(found: dict[str, Any]) -> str:
         cells = [str(m), peer_cell(line), dense_cell(line), f"{line.roofline:.0%}"]
         lines.append([*cells, peer_cell(block.get(m)), dense_cell(block.get(m))])
     names = ", ".join(dict.fromkeys(row["shape"] for row in rows))
+    beside = any("flashinfer_cutlass" in row["us"] for row in rows)
+    flashinfer = ", and with FlashInfer's layer of static scales" if beside else ""
     text = (
         f"Whole layers of experts, bf16 in and out, ids and weights given ({names}), compared as "
-        "above; of Transformers' bf16 layers the faster.\n\n"
+        f"above{flashinfer}; of Transformers' bf16 layers the faster.\n\n"
     )
     return text + table(columns, lines)
 
@@ -551,6 +553,8 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "generation_llama_h100": ("A Llama-8B on an H100, with later kernels", whole_model),
     "generation_llama_eager": ("The whole Llama-8B on an H100, eager and captured", whole_model),
     "generation_compiled": ("The whole Llama-8B, all 32 layers", whole_model),
+    "generation_llama_h200": ("The whole Llama-8B on an H200", whole_model),
+    "generation_torchao": ("The whole Llama-8B on an H200, beside torchao", whole_model),
     "generation_qwen": ("A mixture of experts, as Transformers runs it", whole_model),
     "diffusion": ("A Flux transformer, as diffusers runs it", whole_model),
     "diffusion_h200": ("The whole Flux transformer, compiled, on an H200", whole_model),
