@@ -119,18 +119,20 @@ def check(sanitizer: str, tool: str) -> str:
     """
     status, output = sanitize(sanitizer, tool, ("broken",), tool)
     if status != FOUND or not findings(output):  # a program that fails is counted as an error, too
-        return f"{tool}: finds nothing in a kernel that is broken, so it proves nothing\n{output}"
+        return f"{tool}: finds nothing in a kernel that is broken, so it proves nothing"
     status, output = sanitize(sanitizer, tool, KERNELS, "kernels")
     found = findings(output)
     if found:
-        return f"{tool}: {found} findings\n{output}"
+        return f"{tool}: {found} findings"
     if found is None or status:
-        return f"{tool}: did not come to its end, status {status}\n{output}"
+        return f"{tool}: did not come to its end, status {status}"
     return ""
 
 
 def sanitize(sanitizer: str, tool: str, kernels: Sequence[str], program: str) -> tuple[int, str]:
     """Run a program of this file under a tool that instruments the named kernels.
+
+    A run takes minutes, so each line is also printed as it comes.
 
     Returns:
         The exit status, and the output of tool and program together.
@@ -141,15 +143,19 @@ def sanitize(sanitizer: str, tool: str, kernels: Sequence[str], program: str) ->
         options += ["--report-api-errors", "no", "--padding", "64"]
     for name in kernels:
         options += ["--kernel-name", f"kernel_substring={name}"]
-    done = subprocess.run(
+    lines = []
+    with subprocess.Popen(
         [sanitizer, *options, sys.executable, __file__, "--program", program],
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        check=False,
-    )
-    return done.returncode, done.stdout
+    ) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            lines.append(line)
+            _say(line.rstrip("\n"))
+    return running.returncode, "".join(lines)
 
 
 def findings(output: str) -> int | None:

@@ -126,7 +126,10 @@ CLEAN_RUNS = (("memcheck", ANSWERS[0]), ("racecheck", ANSWERS[0]))
     ("tool", "answers"), [*CLEAN_RUNS, *diagonal(["racecheck", "memcheck"], ANSWERS[1:])]
 )
 def test_only_a_clean_run_of_a_tool_that_finds_faults_passes(
-    tool: str, answers: tuple[tuple[str, int], tuple[str, int], str], tmp_path: Path
+    tool: str,
+    answers: tuple[tuple[str, int], tuple[str, int], str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     broken, kernels, said = answers
 
@@ -137,6 +140,7 @@ def test_only_a_clean_run_of_a_tool_that_finds_faults_passes(
     verdict = sanitize.check(scripted(tmp_path, says), tool)
     assert bool(verdict) == bool(said)
     assert said in verdict
+    assert says[tool, "broken"][0].strip() in capsys.readouterr().out  # as it came
 
 
 def undrawn(m: int, n: int, k: int, pair: Any, _: str) -> tuple[Any, ...]:
