@@ -368,6 +368,18 @@ def test_a_kept_weight_that_changes_while_adapters_are_merged_is_quantized_behin
     assert_bits_equal(layer.codes, Fp8Linear.from_linear(dense(original)).codes)
 
 
+def test_unmerging_quantizes_nothing_that_it_then_overwrites() -> None:
+    model = adapted(pair(weight_storage="keep"))
+    layer = lora(model).get_base_layer()
+    before, original = state(layer), layer.original_weight
+    model.merge_adapter()
+    with torch.inference_mode():
+        layer.original_weight = original.clone()  # cannot be quantized: its changes are not counted
+    model.unmerge_adapter()
+    assert layer.original_weight is original
+    assert_same_state(layer, before)
+
+
 class Full(torch.overrides.TorchFunctionMode):
     """Memory that is full when a tensor is copied into another for the ``room``-th time."""
 

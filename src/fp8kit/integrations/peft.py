@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fp8kit import functional
 from fp8kit.errors import InvalidValue, UnsupportedError, some_of
-from fp8kit.formats import FP8_FORMATS, QTensor
+from fp8kit.formats import FP8_FORMATS, QTensor, scale_dtype
 from fp8kit.modules import refusals
 from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.expert_tensors import ExpertTensors
@@ -51,16 +51,17 @@ class _Unmerged:
 
     @classmethod
     def of(cls, layer: Fp8Linear) -> _Unmerged:
+        layer.quantized_weight()  # follows a kept weight that was changed
         codes, kept = {n: _bytes(t) for n, t in _held(layer).items()}, layer.original_weight
         count = None if kept is None else version(kept)
         return cls(codes, layer.scheme.dtype, None, kept, count)
 
     def quantized(self, layer: Fp8Linear) -> QTensor:
         """Return codes and scales, in the encoding that the layer has by now (``recode``)."""
-        now = layer.quantized_weight()
-        codes = self.weight["weight"].to(now.device).view(self.encoding)
-        scale = self.weight["weight_scale"].to(now.device).view(now.scale.dtype)
-        return recode(QTensor(codes, scale, now.group), now.data.dtype)
+        device, scheme = layer.codes.device, layer.scheme
+        codes = self.weight["weight"].to(device).view(self.encoding)
+        scale = self.weight["weight_scale"].to(device).view(scale_dtype(scheme.weight))
+        return recode(QTensor(codes, scale, scheme.weight), scheme.dtype)
 
     @torch.no_grad()
     def restore(self, layer: Fp8Linear) -> None:
@@ -332,7 +333,6 @@ def _dense(layer: Fp8Linear, held: _Unmerged) -> Tensor:
 
 def _held(layer: Fp8Linear) -> dict[str, Tensor]:
     """Return the tensors that hold the weight of a layer, by name."""
-    layer.quantized_weight()  # follows a kept weight that was changed
     found = {"weight": layer.codes, "weight_scale": layer.weight_scale}
     if layer.scheme.rebased:
         found["weight_exponents"] = layer.weight_exponents
