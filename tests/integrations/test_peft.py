@@ -514,6 +514,35 @@ def test_a_bias_that_unmerging_would_overwrite_is_refused() -> None:
     assert_bits_equal(layer.bias, torch.ones(256).bfloat16())
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_layer_that_became_dense_takes_adapters_as_peft_has_it(dora: bool) -> None:
+    model = adapted(pair(), use_dora=dora)
+    lora(model).base_layer = layer = lora(model).get_base_layer().to_linear()
+    expected, x = adapted(nn.Sequential(copy.deepcopy(layer)), use_dora=dora), inputs()
+    lora(model).load_state_dict(lora(expected).state_dict())
+    assert_bits_equal(lora(model)(x), expected(x))
+    for each in (model, expected):
+        each.merge_adapter()
+    assert_bits_equal(lora(model)(x), expected(x))
+    for each in (model, expected):
+        each.unmerge_adapter()
+    assert_bits_equal(layer.weight, lora(expected).get_base_layer().weight)
+    model.add_adapter("more", peft.LoraConfig(target_modules=["0"], init_lora_weights="pissa"))
+    assert "more" in lora(model).lora_A
+
+
+def test_a_merged_layer_that_became_dense_says_what_to_do() -> None:
+    model = adapted(pair())
+    layer, before = lora(model).get_base_layer(), state(lora(model).get_base_layer())
+    model.merge_adapter()
+    lora(model).base_layer = layer.to_linear()
+    with pytest.raises(UnsupportedError, match=r"default were merged into an Fp8Linear"):
+        model.unmerge_adapter()
+    lora(model).base_layer = layer
+    model.unmerge_adapter()
+    assert_same_state(layer, before)
+
+
 @pytest.mark.parametrize("safe", [False, True])
 def test_what_is_not_finite_is_never_merged(safe: bool) -> None:
     model = adapted(pair())
