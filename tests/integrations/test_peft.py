@@ -472,7 +472,7 @@ def test_a_merged_model_takes_adapters_and_no_other_base() -> None:
 
 
 @pytest.mark.parametrize("storage", ["discard", "keep"])
-@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8"])
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8", "MXFP8"])
 def test_a_merged_layer_may_change_its_encoding(scheme: str, storage: str) -> None:
     model, other = (adapted(pair(scheme, weight_storage=storage), "a", "b") for _ in range(2))
     layer, twin = lora(model).get_base_layer(), lora(other).get_base_layer()
