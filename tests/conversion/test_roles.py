@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -325,6 +326,36 @@ def test_a_modulation_may_be_a_subclass_of_a_linear_layer() -> None:
         {"time": nn.Sequential(nn.SiLU(), Plain(128, 256)), "up": Plain(128, 256)}
     )
     assert layer_roles(model) == {"time.1": "modulation"}
+
+
+class Sines(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim, self.frequencies = dim, torch.randn(2)
+
+
+@pytest.mark.parametrize(
+    ("before", "sines", "widths", "timed"),
+    [
+        ("diffusion_embedding", Sines(128), (128, 512, 128), True),
+        ("time_embed", Sines(128), (128, 512, 256), True),
+        ("time_embed", Sines(64), (128, 512, 128), False),  # reads something else beside it
+        ("time_embed", Sines(128), (128, 512, 512, 128), False),  # a network of its own
+        ("time_embedding", nn.Embedding(128, 128), (128, 512, 128), False),
+        ("time_proj_in", nn.Linear(256, 128), (128, 512, 128), False),  # may be a block's own
+        ("pos_emb", Sines(128), (128, 512, 128), False),
+        ("temb_act", nn.SiLU(), (128, 512, 128), False),
+    ],
+)
+def test_what_reads_the_sines_of_a_time_step_by_structure(
+    before: str, sines: nn.Module, widths: tuple[int, ...], timed: bool
+) -> None:
+    steps = [s for k, n in itertools.pairwise(widths) for s in (nn.Linear(k, n), nn.Mish())][:-1]
+    model = nn.Module()
+    model.wave = nn.ModuleDict({before: sines, "mlp": nn.Sequential(*steps)})
+    model.wave["blocks"] = nn.Sequential(nn.Linear(128, 512), nn.Mish(), nn.Linear(512, 128))
+    found = {"wave.mlp.0": "time embedding", "wave.mlp.2": "time embedding"}
+    assert layer_roles(model) == (found if timed else {})
 
 
 @pytest.mark.parametrize(

@@ -368,6 +368,18 @@ def test_a_kept_weight_that_changes_while_adapters_are_merged_is_quantized_behin
     assert_bits_equal(layer.codes, Fp8Linear.from_linear(dense(original)).codes)
 
 
+def test_unmerging_quantizes_nothing_that_it_then_overwrites() -> None:
+    model = adapted(pair(weight_storage="keep"))
+    layer = lora(model).get_base_layer()
+    before, original = state(layer), layer.original_weight
+    model.merge_adapter()
+    with torch.inference_mode():
+        layer.original_weight = original.clone()  # cannot be quantized: its changes are not counted
+    model.unmerge_adapter()
+    assert layer.original_weight is original
+    assert_same_state(layer, before)
+
+
 class Full(torch.overrides.TorchFunctionMode):
     """Memory that is full when a tensor is copied into another for the ``room``-th time."""
 
@@ -460,7 +472,7 @@ def test_a_merged_model_takes_adapters_and_no_other_base() -> None:
 
 
 @pytest.mark.parametrize("storage", ["discard", "keep"])
-@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8"])
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8", "MXFP8"])
 def test_a_merged_layer_may_change_its_encoding(scheme: str, storage: str) -> None:
     model, other = (adapted(pair(scheme, weight_storage=storage), "a", "b") for _ in range(2))
     layer, twin = lora(model).get_base_layer(), lora(other).get_base_layer()
@@ -500,6 +512,35 @@ def test_a_bias_that_unmerging_would_overwrite_is_refused() -> None:
     assert_bits_equal(layer.bias, before)
     fp8kit.load_weights(model, given)
     assert_bits_equal(layer.bias, torch.ones(256).bfloat16())
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_layer_that_became_dense_takes_adapters_as_peft_has_it(dora: bool) -> None:
+    model = adapted(pair(), use_dora=dora)
+    lora(model).base_layer = layer = lora(model).get_base_layer().to_linear()
+    expected, x = adapted(nn.Sequential(copy.deepcopy(layer)), use_dora=dora), inputs()
+    lora(model).load_state_dict(lora(expected).state_dict())
+    assert_bits_equal(lora(model)(x), expected(x))
+    for each in (model, expected):
+        each.merge_adapter()
+    assert_bits_equal(lora(model)(x), expected(x))
+    for each in (model, expected):
+        each.unmerge_adapter()
+    assert_bits_equal(layer.weight, lora(expected).get_base_layer().weight)
+    model.add_adapter("more", peft.LoraConfig(target_modules=["0"], init_lora_weights="pissa"))
+    assert "more" in lora(model).lora_A
+
+
+def test_a_merged_layer_that_became_dense_says_what_to_do() -> None:
+    model = adapted(pair())
+    layer, before = lora(model).get_base_layer(), state(lora(model).get_base_layer())
+    model.merge_adapter()
+    lora(model).base_layer = layer.to_linear()
+    with pytest.raises(UnsupportedError, match=r"default were merged into an Fp8Linear"):
+        model.unmerge_adapter()
+    lora(model).base_layer = layer
+    model.unmerge_adapter()
+    assert_same_state(layer, before)
 
 
 @pytest.mark.parametrize("safe", [False, True])

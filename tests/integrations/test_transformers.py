@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import pickle
 import random
@@ -143,6 +144,20 @@ def test_generation_config_is_the_models(tmp_path: Path) -> None:
     model.generation_config.max_new_tokens = 7
     save(model, tmp_path / "c")
     assert load(tmp_path / "c").generation_config.max_new_tokens == 7
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
+def test_codes_do_not_fill_a_dense_model_as_numbers(kind: str) -> None:
+    model = tiny_experts.tiny(kind)
+    state = model.state_dict()
+    fill = functools.partial(type(model).from_pretrained, None, config=model.config)
+    fp8kit.convert(model)
+    with pytest.raises(CheckpointError, match=f"FP8 weights, such as .* {type(model).__name__} is"):
+        fill(state_dict=model.state_dict())
+    # without scales they may be numbers that were cast
+    cast = state | {n: t.to(torch.float8_e4m3fn) for n, t in state.items() if "q_proj" in n}
+    assert_same_tensors(fill(state_dict=state), state)
+    fill(state_dict=cast)
 
 
 def test_second_save_is_identical(tmp_path: Path, nano: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import random
+import re
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -189,6 +190,28 @@ def test_codes_load_as_they_are_whatever_comes_first() -> None:
         model = on_meta(False)
         load_weights(model, shuffled(state, seed), scheme="FP8_DYNAMIC")
         assert_state(model, state)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("scheme", ["FP8_BLOCK", "MXFP8"])
+def test_scales_have_the_names_of_any_dialect(scheme: str, joined: bool) -> None:
+    source = on_meta(joined)
+    load_weights(source, weights().items(), scheme=scheme)
+    state = source.state_dict()
+    model = on_meta(joined)
+    load_weights(model, weights(1).items(), scheme=scheme)
+    others = {re.sub("_scale$", "_scale_inv", name): tensor for name, tensor in state.items()}
+    load_weights(model, shuffled(others, 1))
+    assert_state(model, state)
+
+
+@pytest.mark.parametrize("name", ["input_scale", "activation_scale", "scale_input", "qscale_act"])
+def test_input_scales_have_the_names_of_any_dialect(name: str) -> None:
+    model = nn.Sequential(nn.Linear(256, 64)).bfloat16()
+    fp8kit.convert(model, "FP8", calibrate=lambda m: m(torch.ones(2, 256).bfloat16()))
+    state = {n: t.clone() for n, t in model.state_dict().items()} | {"0.input_scale": torch.ones(1)}
+    load_weights(model, {n.replace("input_scale", name): t for n, t in state.items()})
+    assert model[0].input_scale.item() == 1
 
 
 def test_a_kept_weight_of_another_dtype_leaves_the_loaded_codes() -> None:

@@ -31,11 +31,11 @@ ELSEWHERE = ("FP8_TENSOR", "FP8_WEIGHT_ONLY")
 class Model(nn.Module):
     """A user's own module with experts."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: int = 256) -> None:
         super().__init__()
         config = transformers.MixtralConfig(
             hidden_size=128,
-            intermediate_size=256,
+            intermediate_size=inner,
             num_local_experts=4,
             experts_implementation="eager",
         )
@@ -45,9 +45,9 @@ class Model(nn.Module):
         return self.experts(self.proj(x), IDS, torch.full(IDS.shape, 0.5))  # type: ignore
 
 
-def dense() -> Model:
-    torch.manual_seed(0)
-    model = Model()
+def dense(inner: int = 256, seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    model = Model(inner)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     return model.bfloat16()
@@ -95,6 +95,34 @@ def test_experts_come_back_bit_for_bit(scheme: str, tmp_path: Path) -> None:
         online = Model().bfloat16()
     fp8kit.load(tmp_path, online, scheme=scheme)
     assert_same(model, online)
+
+
+@pytest.mark.parametrize("inner", [128, 256])  # with 128, a block is the whole of proj and of down
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_files_that_name_no_scheme_have_that_of_the_model(
+    scheme: str, inner: int, tmp_path: Path
+) -> None:
+    source, model = dense(inner), dense(inner, seed=1)
+    for each in (source, model):
+        fp8kit.convert(each, scheme)
+    save_file(source.state_dict(), tmp_path / SHARD)
+    fp8kit.load(tmp_path, model)
+    assert_same(model, source)
+
+
+def test_two_scales_of_a_matrix_are_not_one(tmp_path: Path) -> None:
+    source, model = dense(), dense(seed=1)
+    for each in (source, model):
+        fp8kit.convert(each, "FP8_TENSOR")
+    before, name = (
+        {n: t.clone() for n, t in model.state_dict().items()},
+        "experts.gate_up_proj_scale",
+    )
+    scales = source.state_dict()[name].view(4, 1) * torch.tensor([1.0, 2.0])
+    save_file({**source.state_dict(), name: scales}, tmp_path / SHARD)
+    with pytest.raises(CheckpointError, match="FP8_DYNAMIC in the checkpoint and FP8_TENSOR"):
+        fp8kit.load(tmp_path, model)
+    assert_same_tensors(model, before)
 
 
 @pytest.mark.parametrize("kept", ["down_proj", "up_proj"])

@@ -164,6 +164,29 @@ def test_a_model_changes_its_codes_and_keeps_its_numbers(scheme: str, tmp_path: 
     assert torch.equal(model(x), y)
 
 
+@pytest.mark.parametrize("load", ["load_state_dict", "load_weights", "keep"])
+def test_rebased_codes_of_either_encoding_take_dense_weights(load: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 64, bias=False))
+    other = nn.Sequential(nn.Linear(256, 64, bias=False))
+    new, x = {n: t.clone() for n, t in other.state_dict().items()}, torch.randn(4, 256)
+    fp8kit.convert(other, "MXFP8")
+    fp8kit.convert(model, "MXFP8", weight_storage="keep" if load == "keep" else "discard")
+    assert fp8kit.recode(model, FNUZ)[0].scheme.rebased
+    if load == "keep":
+        with torch.no_grad():
+            model[0].original_weight.copy_(new["0.weight"])
+    elif load == "load_weights":
+        fp8kit.load_weights(model, new)
+    else:
+        model.load_state_dict(new)
+    assert torch.equal(model(x), other(x))
+    assert model[0].codes.dtype == FNUZ
+    fp8kit.recode(model, FN)
+    assert torch.equal(model(x), other(x))
+    assert torch.equal(model[0].weight_exponents, other[0].weight_exponents)
+
+
 def test_a_scheme_has_the_codes_of_its_device() -> None:
     dynamic = fp8kit.SCHEMES["FP8_DYNAMIC"]
     assert native_scheme(dynamic, torch.device("cpu")) is dynamic

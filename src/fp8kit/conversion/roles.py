@@ -7,6 +7,7 @@ those of their Python modules: no library is imported to look for its models.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from fp8kit.conversion.patterns import TOWERS, roles_by_name
 from fp8kit.modules.dense import as_linear, is_linear
 from fp8kit.modules.libraries import is_transformers
 
-_HEAD, _PROJECTOR = "output head", "projector"
+_HEAD, _PROJECTOR, _TIME = "output head", "projector", "time embedding"
 _OF_PLACES = re.compile(r"pos|wpe$")  # names of position embeddings
 # fields of a config with the number of output values of a task
 _COUNT = re.compile(r"(\w+_)?vocab_size|num_(\w+_)?labels")
@@ -68,7 +69,9 @@ def layer_roles(model: nn.Module) -> dict[str, str]:
         for path in _conditioned(module):
             _assign(found, linears, _joined(name, path), "modulation")
         if _TIMED.search(type(module).__name__):
-            _assign(found, linears, name, "time embedding")
+            _assign(found, linears, name, _TIME)
+        for path in _after_sines(module):
+            _assign(found, linears, _joined(name, path), _TIME)
     for name, module in _outermost(model):
         for path, _ in module.named_modules():
             for pattern, role in _ENDS:
@@ -90,6 +93,21 @@ def _conditioned(module: nn.Module) -> Iterator[str]:
     steps = [(n, m) for n, m in parts if type(m).__name__ not in ("Unflatten", "Rearrange")]
     if [type(m) in (nn.SiLU, nn.Mish) for _, m in steps] == [True, False]:
         yield from (name for name, step in steps if isinstance(step, nn.Linear))
+
+
+def _after_sines(module: nn.Module) -> Iterator[str]:
+    """Find the child that reads the sines of a time step: two layers, as wide as what is before.
+
+    Denoisers of speech name the sines ``diffusion_embedding``, and these layers only ``mlp``.
+    """
+    for (before, sines), (name, mlp) in itertools.pairwise(module.named_children()):
+        if type(mlp) is not nn.Sequential or roles_by_name([before]).get(before) != _TIME:
+            continue
+        two = [isinstance(step, nn.Linear) for step in mlp] == [True, False, True]
+        widths = {value for value in vars(sines).values() if type(value) is int}
+        held = next(sines.parameters(), None)
+        if two and held is None and as_linear(mlp[0]).in_features in widths:
+            yield name
 
 
 def _words_as_outputs(model: nn.Module, linears: Mapping[str, nn.Module]) -> list[str]:

@@ -20,11 +20,11 @@ from peft.tuners.lora.variants import DoraLinearVariant
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from peft.tuners.unilora.layer import UniLoraLayer
 from peft.utils import ModulesToSaveWrapper
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8kit import functional
 from fp8kit.errors import InvalidValue, UnsupportedError, some_of
-from fp8kit.formats import FP8_FORMATS, QTensor
+from fp8kit.formats import FP8_FORMATS, QTensor, scale_dtype
 from fp8kit.modules import refusals
 from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.expert_tensors import ExpertTensors
@@ -51,16 +51,17 @@ class _Unmerged:
 
     @classmethod
     def of(cls, layer: Fp8Linear) -> _Unmerged:
+        layer.quantized_weight()  # follows a kept weight that was changed
         codes, kept = {n: _bytes(t) for n, t in _held(layer).items()}, layer.original_weight
         count = None if kept is None else version(kept)
         return cls(codes, layer.scheme.dtype, None, kept, count)
 
     def quantized(self, layer: Fp8Linear) -> QTensor:
         """Return codes and scales, in the encoding that the layer has by now (``recode``)."""
-        now = layer.quantized_weight()
-        codes = self.weight["weight"].to(now.device).view(self.encoding)
-        scale = self.weight["weight_scale"].to(now.device).view(now.scale.dtype)
-        return recode(QTensor(codes, scale, now.group), now.data.dtype)
+        device, scheme = layer.codes.device, layer.scheme
+        codes = self.weight["weight"].to(device).view(self.encoding)
+        scale = self.weight["weight_scale"].to(device).view(scale_dtype(scheme.weight))
+        return recode(QTensor(codes, scale, scheme.weight), scheme.dtype)
 
     @torch.no_grad()
     def restore(self, layer: Fp8Linear) -> None:
@@ -82,7 +83,8 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
 
     ``merge`` adds the adapters' updates to the dequantized weight, in fp32, and quantizes the sum,
     once for all merged adapters, into the storage of the layer. ``unmerge`` restores the bytes
-    that the layer held before.
+    that the layer held before. If ``base_layer`` was replaced by its ``to_linear()``, adapters are
+    those of PEFT on a dense layer.
 
     Example:
         >>> tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
@@ -107,23 +109,28 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
 
     def update_layer(self, adapter_name: str, *args: Any, config: Any, **kwargs: Any) -> None:
         """Add an adapter; refuse one whose initialization would use codes as numbers."""
-        if config.init_lora_weights not in _INITS:
+        of_codes = isinstance(self.get_base_layer(), Fp8Linear)
+        if of_codes and config.init_lora_weights not in _INITS:
             raise _made_from_codes(f"init_lora_weights={config.init_lora_weights!r}")
-        if getattr(config, "kasa_config", None):  # would read the weight, on meta only in forward
+        # would read the weight, on meta only in forward
+        if of_codes and getattr(config, "kasa_config", None):
             raise _made_from_codes("kasa_config")
         _explaining_fp8_errors(super().update_layer, adapter_name, *args, config=config, **kwargs)
 
     def merge(
         self,
-        safe_merge: bool = False,  # noqa: ARG002
+        safe_merge: bool = False,
         adapter_names: list[str] | None = None,
     ) -> None:
         """Merge adapters into the weight, by default the active ones.
 
         Raises ``ValueError`` if a merged value is not finite, with or without ``safe_merge``, and
         ``UnsupportedError`` for an adapter other than LoRA and DoRA, or with a bias for a layer
-        without. The layer is then unchanged.
+        without, or if the layer became dense with others merged. The layer is then unchanged.
         """
+        if self._is_dense():
+            super().merge(safe_merge, adapter_names)
+            return
         names = [n for n in check_adapters_to_merge(self, adapter_names) or [] if n in self.lora_A]
         if not names:
             return
@@ -149,7 +156,13 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
                 layer.keep(weight)
 
     def unmerge(self) -> None:
-        """Unmerge all adapters: restore the bytes that the layer held before."""
+        """Unmerge all adapters: restore the bytes that the layer held before.
+
+        Raises ``UnsupportedError`` if the layer became dense meanwhile.
+        """
+        if self._is_dense():
+            super().unmerge()
+            return
         if self._unmerged is None:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
@@ -165,6 +178,21 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
             if (name := f"{prefix}base_layer.{kind}") in state_dict:
                 rest[-1].append(str(refusals.merged(name, self.merged_adapters)))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def _is_dense(self) -> bool:
+        """Return whether the base layer became dense; refuse one that held merged codes before."""
+        base = self.get_base_layer()
+        if isinstance(base, Fp8Linear):
+            return False
+        if self._unmerged is not None:
+            raise UnsupportedError(
+                f"{', '.join(self.merged_adapters)} were merged into an Fp8Linear, and base_layer "
+                f"is a {type(base).__name__} now.",
+                "Adapters are merged and unmerged in the same layer.",
+                "Assign the Fp8Linear to base_layer again and unmerge before to_linear(); or keep "
+                "the merged weight: model.unload().",
+            )
+        return True
 
     def _summed(self, held: _Unmerged, adapters: list[str]) -> tuple[Tensor, Tensor | None]:
         """Compute weight and bias with adapters, in fp32, from the layer's unmerged tensors.
@@ -232,11 +260,15 @@ def _explaining_fp8_errors(own: Any, *args: Any, **kwargs: Any) -> Any:
 class _DoraLayer(DoraLinearLayer):  # type: ignore[misc]
     """DoRA's norms and results, from the weight that is dequantized at each call."""
 
-    def update_layer(self, *, base_layer: Fp8Linear, **kwargs: Any) -> None:
-        super().update_layer(base_layer=base_layer.to_linear(), **kwargs)
+    def update_layer(self, *, base_layer: nn.Linear, **kwargs: Any) -> None:
+        super().update_layer(base_layer=_with_numbers(base_layer), **kwargs)
 
-    def forward(self, x: Tensor, *, base_layer: Fp8Linear, **kwargs: Any) -> Any:
-        return super().forward(x, base_layer=base_layer.to_linear(), **kwargs)
+    def forward(self, x: Tensor, *, base_layer: nn.Linear, **kwargs: Any) -> Any:
+        return super().forward(x, base_layer=_with_numbers(base_layer), **kwargs)
+
+
+def _with_numbers(layer: nn.Linear) -> nn.Linear:
+    return layer.to_linear() if isinstance(layer, Fp8Linear) else layer
 
 
 class _DoraVariant(DoraLinearVariant):  # type: ignore[misc]
@@ -332,7 +364,6 @@ def _dense(layer: Fp8Linear, held: _Unmerged) -> Tensor:
 
 def _held(layer: Fp8Linear) -> dict[str, Tensor]:
     """Return the tensors that hold the weight of a layer, by name."""
-    layer.quantized_weight()  # follows a kept weight that was changed
     found = {"weight": layer.codes, "weight_scale": layer.weight_scale}
     if layer.scheme.rebased:
         found["weight_exponents"] = layer.weight_exponents

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8kit.checkpoint.dialects import JsonObject, scheme_of
 from fp8kit.checkpoint.dialects.by_layer import plain
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.errors import CheckpointError, UnsupportedError
+from fp8kit.formats import FP8_FORMATS
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.fused_module import Fused
 from fp8kit.modules.hooks import become, own_names
@@ -51,6 +52,29 @@ def refuse_disk(device_map: object) -> None:
             "The loader keeps such weights as they are in the file, not as FP8.",
             "Pass a device_map without disk, or save an FP8 checkpoint first.",
         )
+
+
+def refuse_codes(
+    own: Any, model: Any, state_dict: Mapping[str, Tensor] | None, *args: Any, **kwargs: Any
+) -> Any:
+    """Fill a model by Transformers' loader; refuse codes with scales for one that is dense.
+
+    It would cast the codes to the dtype of the model and list their scales as unexpected.
+    """
+    given = state_dict or {}
+    quantized = any(getattr(a, "hf_quantizer", None) for a in (*args, *kwargs.values()))
+    held = quantized or any(p.dtype in FP8_FORMATS for p in model.parameters())
+    codes = [n for n, t in given.items() if getattr(t, "dtype", None) in FP8_FORMATS]
+    coded = [n for n in codes if not {f"{n}_scale", f"{n}_scale_inv"}.isdisjoint(given)]
+    if coded and not held:
+        raise CheckpointError(
+            f"state_dict has codes with scales of {len(coded)} FP8 weights, such as {coded[0]}, "
+            f"and {type(model).__name__} is dense.",
+            "In dense layers, codes without their scales are wrong numbers.",
+            "Build the model, convert it to this scheme, and call model.load_state_dict(state); "
+            "or save by fp8kit.save, and pass the directory.",
+        )
+    return own(model, state_dict, *args, **kwargs)
 
 
 def misfit(name: str, found: Sequence[int], wanted: Sequence[int], kind: str) -> CheckpointError:

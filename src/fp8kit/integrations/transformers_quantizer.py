@@ -36,7 +36,12 @@ from fp8kit.errors import InvalidType, InvalidValue, UnsupportedError, check_swi
 from fp8kit.formats import FP8_FORMATS, Scheme
 from fp8kit.integrations import transformers_attention
 from fp8kit.integrations import transformers_saving as saving
-from fp8kit.integrations.quantizer_of_layers import QuantizerOfLayers, refuse_disk, restore_dense
+from fp8kit.integrations.quantizer_of_layers import (
+    QuantizerOfLayers,
+    refuse_codes,
+    refuse_disk,
+    restore_dense,
+)
 from fp8kit.integrations.transformers_experts import chosen_experts, hide_stacks, is_stack
 from fp8kit.integrations.transformers_renames import with_scales
 from fp8kit.integrations.transformers_trial import renamed
@@ -328,6 +333,7 @@ def patch() -> None:
     )
     wrap_once(PreTrainedModel, "_get_resized_lm_head", _resized_as_numbers)
     wrap_once(PreTrainedModel, "save_pretrained", saving.save_what_is_given)
+    wrap_once(PreTrainedModel, "_load_pretrained_model", refuse_codes)
 
 
 def _resized_as_numbers(

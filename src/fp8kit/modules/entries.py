@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 
 from fp8kit import functional
 from fp8kit.errors import CheckpointError, InvalidType
-from fp8kit.formats import FLOATS, FP8_FORMATS, MX, QTensor, Scheme, check_scale
+from fp8kit.formats import E4M3FN, FLOATS, FP8_FORMATS, MX, QTensor, Scheme, check_scale
 from fp8kit.ops import validation
+from fp8kit.quantizers.encodings import recoded
 from fp8kit.quantizers.rebase import Rebased, rebase
 
 if TYPE_CHECKING:
@@ -164,7 +166,7 @@ def stored_tensors(
             "the model anew with MXFP8, which then leaves this weight as it is.",
             stacklevel=3,
         )
-    return rebased_tensors(found, name)
+    return rebased_tensors(replace(found, q=recoded(found.q, scheme.dtype)), name)
 
 
 def rebased_tensors(weight: Rebased, name: str) -> dict[str, Tensor]:
@@ -184,6 +186,7 @@ def stored_entries(
 def quantize_weight(weight: Tensor, scheme: Scheme, name: str = "The weight") -> QTensor:
     """Quantize a dense weight ``[N, K]`` as a checkpoint of a scheme stores it.
 
+    For rebased schemes that is MX with e4m3fn codes, which alone are rebased.
     The weight is bf16, fp16 or fp32; other dtypes raise a ``TypeError`` that has its ``name``, and
     so do quantized tensors of other libraries.
     """
@@ -195,11 +198,11 @@ def quantize_weight(weight: Tensor, scheme: Scheme, name: str = "The weight") ->
             "FP8 is made from bf16, fp16 or fp32.",
             "Cast it, by .float(), if it holds numbers; or leave its layer dense.",
         )
-    group = MX if scheme.rebased else scheme.weight
+    group, dtype = (MX, E4M3FN.dtype) if scheme.rebased else (scheme.weight, scheme.dtype)
     return functional.quantize(
         weight,
         group,
-        dtype=scheme.dtype,
+        dtype=dtype,
         scale_rounding="up" if scheme.ue8m0 and group != MX else None,
         role="weight",
     )

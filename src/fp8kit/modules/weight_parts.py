@@ -17,16 +17,15 @@ from torch import Tensor, nn
 from fp8kit import functional
 from fp8kit.dispatch.device import architecture, native_codes
 from fp8kit.errors import InvalidType, InvalidValue, check_strided, is_integer
-from fp8kit.formats import E4M3FN, E4M3FNUZ, MX, ROW, TENSOR, QTensor, Scheme, fp8_format
+from fp8kit.formats import E4M3FN, E4M3FNUZ, ROW, TENSOR, QTensor, Scheme, fp8_format
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import frozen
 from fp8kit.ops.validation import check_quantized
+from fp8kit.quantizers.encodings import recoded
 
 # engines fill scales with this before loading; a part that still has it got no scale of its own
 UNSET_SCALE = torch.finfo(torch.float8_e4m3fn).min
 Coded = TypeVar("Coded", QTensor, nn.Module)
-_SIGN, _ALL_BITS = 0x80, 0x7F
-_LARGEST_E8M0 = 254
 _FNUZ = "_FNUZ"  # ends the names of schemes
 
 
@@ -131,17 +130,7 @@ def recode(q: Coded, dtype: torch.dtype) -> Coded:
         return q
     check_quantized("q", q)
     _check_encoding(q.data.dtype)
-    if q.data.dtype == dtype:
-        return q
-    old, new = fp8_format(q.data.dtype), fp8_format(dtype)
-    data = q.data.view(torch.uint8)
-    to_fnuz = dtype == E4M3FNUZ.dtype
-    if not to_fnuz and bool((data & _ALL_BITS == _ALL_BITS).any()):
-        return QTensor(q.data.float().to(dtype), q.scale, q.group)
-    nan = data & _ALL_BITS == _ALL_BITS if to_fnuz else data == old.nan_code
-    # -0 becomes 0: as fnuz these bits are NaN, and of fnuz they are among those set next
-    codes = data.masked_fill(data == _SIGN, 0).masked_fill(nan, new.nan_code).view(dtype)
-    return QTensor(codes, _scaled(q, to_fnuz), q.group)
+    return recoded(q, dtype)
 
 
 def _check_encoding(dtype: object) -> None:
@@ -183,21 +172,6 @@ def _recode_layer(layer: Fp8Linear, dtype: torch.dtype) -> None:
 def _with_codes(scheme: Scheme, dtype: torch.dtype) -> Scheme:
     name = scheme.name.removesuffix(_FNUZ) + (_FNUZ if dtype == E4M3FNUZ.dtype else "")
     return scheme if scheme.dtype == dtype else replace(scheme, name=name, dtype=dtype)
-
-
-def _scaled(q: QTensor, double: bool) -> Tensor:
-    if q.group != MX:
-        return q.scale * 2 if double else q.scale / 2
-    edge = _LARGEST_E8M0 if double else 0
-    if bool((q.scale == edge).any()):
-        raise InvalidValue(
-            f"Got an MX scale of byte {edge}.",
-            f"The other encoding needs it {'doubled' if double else 'halved'}, and E8M0 ends "
-            "there.",
-            "Quantize the original values with dtype=.",
-        )
-    stays = q.scale == _LARGEST_E8M0 + 1  # NaN
-    return torch.where(stays, q.scale, q.scale + 1 if double else q.scale - 1)
 
 
 def _scale_of_each(codes: Tensor, scales: Tensor, widths: Sequence[int]) -> Tensor:

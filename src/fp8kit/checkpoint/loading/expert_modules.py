@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8kit.checkpoint.loading.merged_weights import holds, joined_scheme, other_scheme
+from fp8kit.checkpoint.loading.merged_weights import holds, is_one_each, joined_scheme, other_scheme
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.merged_names import Shapes, find
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.experts import recognize
-from fp8kit.formats import TENSOR, Scheme
+from fp8kit.formats import ROW, TENSOR, GroupShape, Scheme
 from fp8kit.modules.expert_stacks import ExpertStacks
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.library_experts import empty_experts, held_tensors
@@ -63,7 +63,9 @@ def experts_in_checkpoint(
         some = not dense.isdisjoint(named(holder, stack) for stack in held.names)
         if some and not isinstance(module, ExpertTensors):
             continue  # what the checkpoint keeps in high precision would be quantized
-        scheme = scheme_of([layer for name in held.names for layer in stacks[name]], checkpoint)
+        layers = [layer for name in held.names for layer in stacks[name]]
+        group = module.scheme.weight if isinstance(module, ExpertTensors) else ROW
+        scheme = scheme_of(layers, checkpoint, group)
         if scheme is None:
             continue
         if not isinstance(module, ExpertTensors):
@@ -86,13 +88,13 @@ def stack_of(name: str, shapes: Shapes) -> str:
     return route.target if route is not None and route.expert is not None else ""
 
 
-def scheme_of(layers: Iterable[Layer], checkpoint: Checkpoint) -> Scheme | None:
+def scheme_of(layers: Sequence[Layer], checkpoint: Checkpoint, group: GroupShape) -> Scheme | None:
     """Return the one scheme of experts; ``None`` if they have several.
 
     A stack joins gate and up of an expert. If in each expert both have the same one scale, their
-    matrix keeps it; otherwise every row of the stack keeps the scale it had.
+    matrix keeps it; otherwise every row of the stack keeps the scale it had. In whole stacks it
+    keeps it if the model's ``group`` is ``TENSOR``.
     """
-    layers = list(layers)
     schemes = {layer.scheme for layer in layers}
     if len(schemes) != 1:
         return None
@@ -100,7 +102,9 @@ def scheme_of(layers: Iterable[Layer], checkpoint: Checkpoint) -> Scheme | None:
     if scheme.weight != TENSOR:
         return scheme
     if any(len(layer.shape) == 3 for layer in layers):
-        return joined_scheme(scheme)
+        whole = group == TENSOR and all(len(layer.shape) == 3 for layer in layers)
+        one = whole and all(is_one_each(checkpoint.read(layer.scale)) for layer in layers)
+        return scheme if one else joined_scheme(scheme)
     scales: dict[str, set[float]] = defaultdict(set)
     for layer in layers:
         holder, _, last = layer.name.rpartition(".")

@@ -8,11 +8,17 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from fp8kit.checkpoint.loading.merged_weights import Fp8Weight, check_shape, join, quantized
+from fp8kit.checkpoint.loading.merged_weights import (
+    Fp8Weight,
+    check_shape,
+    is_one_each,
+    join,
+    quantized,
+)
 from fp8kit.checkpoint.schema.merged_names import Route
 from fp8kit.checkpoint.schema.naming import named, standard_names
 from fp8kit.errors import CheckpointError
-from fp8kit.formats import QTensor
+from fp8kit.formats import ROW, TENSOR, QTensor
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.parameters import frozen
 
@@ -157,8 +163,11 @@ def _matrices(module: ExpertTensors, stack: str, name: str, value: Value) -> Ite
         yield from turned
         return
     check_shape(name, value.shape, shape)
-    for data, scale in zip(value.q.data, value.q.scale, strict=True):
-        yield Fp8Weight(QTensor(data, scale, value.q.group), value.input_scale)
+    scales, group = value.q.scale, value.q.group
+    if (group, module.scheme.weight) == (ROW, TENSOR) and is_one_each(scales):
+        scales, group = scales[:, :1], TENSOR  # read as one per row
+    for data, scale in zip(value.q.data, scales, strict=True):
+        yield Fp8Weight(QTensor(data, scale, group), value.input_scale)
 
 
 def _joined(module: ExpertTensors, name: str, parts: list[Value]) -> Value:

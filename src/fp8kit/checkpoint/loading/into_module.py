@@ -15,6 +15,7 @@ from fp8kit.checkpoint.cache_scales import keep_cache_scales
 from fp8kit.checkpoint.exporting import AS_CONV1D, is_distributed
 from fp8kit.checkpoint.loading.expected import NewLayers, check_fit, expected_state, shapes_of, ties
 from fp8kit.checkpoint.loading.expert_modules import Experts, experts_in_checkpoint
+from fp8kit.checkpoint.loading.held_schemes import read_as_held
 from fp8kit.checkpoint.loading.merged_weights import holds, joined_scheme, other_scheme
 from fp8kit.checkpoint.loading.own_loading import refuse_own_loading
 from fp8kit.checkpoint.loading.placement import Placement
@@ -103,6 +104,7 @@ def fill(
     """
     refuse_lazy(model)
     refuse_empty_weights()
+    checkpoint = read_as_held(model, checkpoint)
     high = dtype or checkpoint.dtype
     if options is None:
         layers = _layers_on_disk(model, checkpoint, high)

@@ -108,6 +108,11 @@ def joined_scheme(scheme: Scheme) -> Scheme:
     return Scheme(name, ROW, scheme.activation, scheme.static, scheme.ue8m0, scheme.dtype)
 
 
+def is_one_each(scales: Tensor) -> bool:
+    """Return whether the scales of the rows of a stack, ``[E, N, 1]``, are one for each matrix."""
+    return torch.equal(scales, scales[:, :1].expand_as(scales))
+
+
 def rows_of(weight: Fp8Weight, first: int, last: int, name: str) -> Fp8Weight:
     """Cut rows ``first`` to ``last`` (exclusive) out of an FP8 weight; refuse to cut a block."""
     q = weight.q

@@ -25,7 +25,7 @@ from fp8kit.checkpoint.loading.partial_tensors import Partials
 from fp8kit.checkpoint.schema.decoding import cast_numbers
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.merged_names import SCALES, Route, Shapes, find
-from fp8kit.checkpoint.schema.naming import named
+from fp8kit.checkpoint.schema.naming import layer_and_kind, named
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, FP8_FORMATS, MX, ROW, GroupShape, QTensor, Scheme, scale_shape
 from fp8kit.modules import refusals
@@ -46,9 +46,9 @@ class Placement:
     codes when their scales are there. A complete weight is written into the model's storage, which
     is allocated if it is on meta, and is not kept here.
 
-    ``sources`` are the FP8 layers of a checkpoint; without them, codes come as ``X.weight`` and
-    ``X.weight_scale`` and have the scheme of the layer they go into. By default tensors keep device
-    and dtype, those on meta go to the CPU, and decoded FP8 weights become ``high``. Unless arriving
+    ``sources`` are the FP8 layers of a checkpoint; without them, scales have the name of any
+    dialect, and codes the scheme of the layer they go into. By default tensors keep device and
+    dtype, those on meta go to the CPU, and decoded FP8 weights become ``high``. Unless arriving
     tensors are ``owned``, they are copied while they wait, because the caller may reuse their
     memory, and the model's dtypes stay.
     """
@@ -107,7 +107,7 @@ class Placement:
                 "Pass the tensor itself, from where it is in memory.",
             )
         tensor = tensor.detach()
-        layer, kind = self._roles.get(name) or name.rpartition(".")[::2]
+        layer, kind = self._roles.get(name) or layer_and_kind(name, self.shapes)
         route = self._route(layer, "weight") if kind == _EXPONENTS else None
         route = route or self._route(layer, kind)
         if route is None:

@@ -7,7 +7,7 @@ belongs to which dialect matters only when writing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,7 @@ from fp8kit.formats import FP8_FORMATS
 CODES = (*FP8_FORMATS, torch.float8_e5m2fnuz)
 _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight", "qscale_weight", "scale")
 _INPUT_SCALES = ("input_scale", "activation_scale", "qscale_act", "scale_input")
+_OURS = dict.fromkeys(_WEIGHT_SCALES, "weight_scale") | dict.fromkeys(_INPUT_SCALES, "input_scale")
 # other parameters have these names too: they mean a scale only beside an FP8 weight
 _AMBIGUOUS = ("scale",)
 # llm-compressor writes zeros in FP8 beside the scales of symmetric attention
@@ -92,6 +93,22 @@ class Names:
 def named(layer: str, kind: str) -> str:
     """Name a tensor of a layer; the layer that is the whole model has no name."""
     return f"{layer}.{kind}" if layer else kind
+
+
+def layer_and_kind(name: str, held: Container[str]) -> tuple[str, str]:
+    """Split the name of a tensor into its layer, or stack of experts, and our name of its kind.
+
+    Scales may have their name in any dialect, unless ``held``, the names of a model, has it too.
+    """
+    layer, _, kind = name.rpartition(".")
+    if name in held or kind in _AMBIGUOUS:
+        return layer, kind
+    if kind in _OURS:
+        return layer, _OURS[kind]
+    for ending, role in _STACK_SCALES.items():
+        if name.endswith(ending) and (stack := name.removesuffix(ending)) in held:
+            return stack, _OURS[role]
+    return layer, kind
 
 
 def experts_of(name: str) -> str:
