@@ -249,6 +249,10 @@ def test_layers_that_quark_quantized_otherwise_are_known_by_name() -> None:
     assert read(common | {"layer_quant_config": {"*b": row}}) == read(common)
     found = read(common | {"layer_quant_config": {"*a": row}})[1]
     assert found.weight == ROW != read(common)[1].weight
+    typed = common | {"layer_type_quant_config": {"Conv2d": {}, "Linear": row}}
+    assert read(typed) == ("quark", found)
+    dense = {"*a": {"weight": None, "input_tensors": None}}
+    assert read(common | {"layer_quant_config": dense}) == ("quark", Format(static=None))
 
 
 @pytest.mark.parametrize(("word", "static"), [("NO_SCALES", False), ("TENSOR", True), (None, None)])

@@ -22,12 +22,15 @@ def _parse(source: Source) -> Announcement:
     if found.get("global_quant_config") is None and "activation_scheme" in found:
         # the custom mode of early exporters: AutoFP8's layout
         return Announcement(lambda _: Format(TENSOR, static=None), ignore)
-    common = _format("global_quant_config", found.get("global_quant_config"))
+    of_types = base.objects(found, "layer_type_quant_config")
+    key = "layer_type_quant_config.Linear" if "Linear" in of_types else "global_quant_config"
+    general = of_types.get("Linear", found.get("global_quant_config"))
+    common = _format(key, general)
     special = base.objects(found, "layer_quant_config")
     layers = {n: _format(f"layer_quant_config.{n}", c) for n, c in special.items()}
     # an excluded layer may have been FP8 in the source already: its tensors tell the rest
     layers = {**dict.fromkeys(ignore, Format(static=None)), **layers}
-    inputs = [c.get("input_tensors") for c in (found["global_quant_config"], *special.values())]
+    inputs = [c.get("input_tensors") for c in (general, *special.values())]
     dtypes = {str(i.get("dtype", _E4M3)) for i in inputs if i} - {_E4M3, "fp4"}
     unread = tuple(f"The config says {d} for activations; here they are FP8." for d in dtypes)
     return Announcement(lambda layer: base.first_match(layers, layer, common), ignore, unread)
@@ -37,6 +40,8 @@ def _format(key: str, config: Any) -> Format:
     if not isinstance(config, dict):
         raise base.invalid(key, config, "an object")
     said = config.get("weight")
+    if said is None:  # such a layer is not quantized, or was before: its tensors tell
+        return Format(static=None)
     if isinstance(said, list):  # int4_fp8: codes of codes
         raise base.invalid(f"{key}.weight", said, "one object, not several", base.OTHER_FORMAT)
     weight = _group(f"{key}.weight", base.objects(config, "weight"))
