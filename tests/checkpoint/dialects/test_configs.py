@@ -117,7 +117,8 @@ def test_rotations_that_are_part_of_the_weights_change_nothing(config: Any) -> N
     [
         (FP8, "autofp8", Format(static=False)),
         (FP8 | {"activation_scheme": "static"}, "autofp8", Format(static=True)),
-        (MX_FP | {"bits": 8}, "mxfp8-weight-scale", Format(MX, MX)),
+        (MX_FP | {"bits": 8, "act_bits": 8}, "mxfp8-weight-scale", Format(MX, MX)),
+        (MX_FP | {"bits": 8}, "mxfp8-weight-scale", Format(MX, weight_only=True)),
         (MX_FP | {"bits": 4}, "mxfp8-weight-scale", Format(MX, MX)),
         ({"quant_method": "MXFP8"}, "mxfp8-weight-scale", Format(MX, MX)),
         ({"quant_method": "w8a8_fp8"}, "bare", Format(static=None)),
