@@ -465,6 +465,15 @@ def test_a_tensor_arrives_once_a_load() -> None:
     load_weights(model, [(name, tensor)])
 
 
+def test_a_weight_has_one_scale_by_whatever_names() -> None:
+    q = fp8kit.quantize(torch.randn(128, 256), fp8kit.BLOCK, role="weight")
+    model = nn.Sequential(nn.Linear(256, 128, bias=False))
+    fp8kit.convert(model, "FP8_BLOCK", exclude=[])
+    names = {"0.weight_scale": q.scale, "0.weight_scale_inv": q.scale * 2}
+    for order in (list(names), list(names)[::-1]):
+        refused(f"{order[1]} arrived twice", model, [(n, names[n]) for n in order])
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
