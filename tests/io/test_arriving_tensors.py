@@ -21,6 +21,7 @@ from fp8kit import load_weights
 from fp8kit.errors import CheckpointError, ConversionError
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.quantizers import reference
+from fp8kit.quantizers.scale_layout import swizzle_scales
 from numerics import assert_bits_equal, assert_same_tensors
 
 Q, KV, K, FF, EXPERTS = 256, 128, 192, 320, 3
@@ -464,6 +465,15 @@ def test_a_tensor_arrives_once_a_load() -> None:
     load_weights(model, [(name, tensor)])
 
 
+def test_a_weight_has_one_scale_by_whatever_names() -> None:
+    q = fp8kit.quantize(torch.randn(128, 256), fp8kit.BLOCK, role="weight")
+    model = nn.Sequential(nn.Linear(256, 128, bias=False))
+    fp8kit.convert(model, "FP8_BLOCK", exclude=[])
+    names = {"0.weight_scale": q.scale, "0.weight_scale_inv": q.scale * 2}
+    for order in (list(names), list(names)[::-1]):
+        refused(f"{order[1]} arrived twice", model, [(n, names[n]) for n in order])
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
@@ -486,6 +496,22 @@ def test_nan_is_named() -> None:
     for scheme in ("FP8_DYNAMIC", "MXFP8"):
         tensors = without(attn__k_proj__weight=bad).items()
         refused(r"attn.qkv_proj.weight holds NaN", on_meta(True), tensors, scheme=scheme)
+
+
+def test_scales_come_in_the_order_of_their_codes() -> None:
+    """Engines transpose and tile them: as many numbers, of other codes."""
+    q = fp8kit.quantize(torch.randn(256, 512), fp8kit.BLOCK, role="weight")
+    model = nn.Sequential(nn.Linear(512, 256, bias=False))
+    fp8kit.convert(model, "FP8_BLOCK", exclude=[])
+    for shape in ((2, 4), (2, 1, 4, 1), (1, 2, 4)):
+        load_weights(model, {"0.weight": q.data, "0.weight_scale": q.scale.reshape(shape)})
+        assert_bits_equal(model[0].quantized_weight().scale, q.scale)
+    for scale in (q.scale.T.contiguous(), q.scale.flatten()):
+        refused("Got a scale of shape", model, {"0.weight": q.data, "0.weight_scale": scale})
+    fp8kit.convert(model := nn.Sequential(nn.Linear(512, 256)), "MXFP8", exclude=[])
+    q = fp8kit.quantize(torch.randn(256, 512), fp8kit.MX, role="weight")
+    tiles = swizzle_scales(q.scale).flatten()
+    refused("Got a scale of shape", model, {"0.weight": q.data, "0.weight_scale": tiles})
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, torch.nan, torch.inf])

@@ -117,7 +117,8 @@ def test_rotations_that_are_part_of_the_weights_change_nothing(config: Any) -> N
     [
         (FP8, "autofp8", Format(static=False)),
         (FP8 | {"activation_scheme": "static"}, "autofp8", Format(static=True)),
-        (MX_FP | {"bits": 8}, "mxfp8-weight-scale", Format(MX, MX)),
+        (MX_FP | {"bits": 8, "act_bits": 8}, "mxfp8-weight-scale", Format(MX, MX)),
+        (MX_FP | {"bits": 8}, "mxfp8-weight-scale", Format(MX, weight_only=True)),
         (MX_FP | {"bits": 4}, "mxfp8-weight-scale", Format(MX, MX)),
         ({"quant_method": "MXFP8"}, "mxfp8-weight-scale", Format(MX, MX)),
         ({"quant_method": "w8a8_fp8"}, "bare", Format(static=None)),
@@ -234,12 +235,25 @@ def test_layers_that_quark_left_in_the_fp8_of_its_source_are_known_by_their_tens
     assert read(config | {"exclude": ["lm_head", "a*"]}) == ("quark", Format(static=None))
 
 
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "int8"])
+def test_activations_of_quark_in_another_dtype_are_said(dtype: str) -> None:
+    source = Source({"quantization_config": quark({}, DYNAMIC | {"dtype": dtype})}, KINDS)
+    (said,) = dialect_of(source).parse(source).unread
+    assert f"says {dtype} for activations" in said
+    source = Source({"quantization_config": quark({}, DYNAMIC)}, KINDS)
+    assert dialect_of(source).parse(source).unread == ()
+
+
 def test_layers_that_quark_quantized_otherwise_are_known_by_name() -> None:
     row = quark({"qscheme": "per_channel", "ch_axis": 0}, DYNAMIC)["global_quant_config"]
     common = quark({})
     assert read(common | {"layer_quant_config": {"*b": row}}) == read(common)
     found = read(common | {"layer_quant_config": {"*a": row}})[1]
     assert found.weight == ROW != read(common)[1].weight
+    typed = common | {"layer_type_quant_config": {"Conv2d": {}, "Linear": row}}
+    assert read(typed) == ("quark", found)
+    dense = {"*a": {"weight": None, "input_tensors": None}}
+    assert read(common | {"layer_quant_config": dense}) == ("quark", Format(static=None))
 
 
 @pytest.mark.parametrize(("word", "static"), [("NO_SCALES", False), ("TENSOR", True), (None, None)])
@@ -290,6 +304,8 @@ def test_mistral_is_told_by_its_tensors() -> None:
         (quark({"qscheme": "per_group", "group_size": 64}), "groups of 32"),
         (quark({"qscheme": "per_channel", "ch_axis": 1}), "per_channel over axis 0"),
         (quark({}, {"qscheme": "per_channel"}), "dynamic, or static per_tensor"),
+        (quark({}, {"dtype": "fp8_e5m2"}), "static per_tensor in fp8_e4m3"),
+        (quark({}, {"dtype": "int8"}), "static per_tensor in fp8_e4m3"),
         (quark({}) | {"export": {"weight_format": "fake_quantized"}}, "has no codes"),
         (quark({}) | {"export": 3}, "export = 3"),
         ({"quant_method": "torchao"}, "not describe torchao's tensors"),
@@ -391,6 +407,19 @@ def test_torchao_blocks_and_groups() -> None:
     source = Source({}, kinds, {}, {"tensor_names": "[]", "a.weight": text})
     found = dialect_of(source).parse(source).format_of("a")
     assert (found.weight, found.activation) == (BLOCK, GROUP128)
+
+
+def test_static_scales_of_torchao_for_another_dtype_are_refused() -> None:
+    """Such a scale maps the largest input to 57344: as e4m3 all inputs would saturate."""
+    dtype = {"float8_dtype": {"_type": "torch.dtype", "_data": "float8_e5m2"}}
+    acts = {"_data": {"granularity": {"_type": "PerTensor"}, **dtype}}
+    data = {"block_size": [64, 64], "act_quant_kwargs": acts, "act_quant_scale": "its name"}
+    text = json.dumps({"_type": "Float8Tensor", "_data": data})
+    source = Source(
+        {}, {"a._weight_qdata": (E4, (64, 64))}, {}, {"tensor_names": "[]", "a.weight": text}
+    )
+    with pytest.raises(CheckpointError, match="static scale is for activations in float8_e5m2"):
+        dialect_of(source).parse(source).format_of("a")
 
 
 def torchao_says(*inputs: dict[str, Any] | None) -> Announcement:

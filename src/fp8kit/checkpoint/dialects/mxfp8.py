@@ -28,7 +28,10 @@ def _parse(source: Source) -> Announcement:
     base.choice(found, "scale_fmt", ("ue8m0", None))
     base.choice(found, "activation_scheme", ("dynamic", None))
     ignore = base.strings(found, "ignored_layers", "modules_to_not_convert")
-    return Announcement(lambda _: Format(MX, MX), ignore)
+    # AutoRound writes act_bits below 16 only
+    sixteen = source.method.endswith("auto-round") and found.get("act_bits") in (None, 16)
+    exact = sixteen and found.get("bits") == 8
+    return Announcement(lambda _: Format(MX, None if exact else MX, weight_only=exact), ignore)
 
 
 def _render(dialect: str, spec: Spec) -> JsonObject:

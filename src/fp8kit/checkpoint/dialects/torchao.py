@@ -102,6 +102,8 @@ def _with_activations(weight: GroupShape, acts: JsonObject, data: JsonObject) ->
     if word == "PerBlock":
         return Format(weight, _sides(granularity["_data"]["block_size"]))
     static = data.get("act_quant_scale") is not None or None
+    if static and "float8_e5m2" in str(acts.get("float8_dtype")):
+        raise ValueError("its static scale is for activations in float8_e5m2")
     return Format(weight, _GRANULARITIES[word], static=static)
 
 

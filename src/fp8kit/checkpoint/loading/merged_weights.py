@@ -34,14 +34,14 @@ def fp8_weight(
 ) -> Fp8Weight:
     """Build an ``Fp8Weight`` from codes and scales.
 
-    Codes are FP8 ``[N, K]``, or a stack ``[E, N, K]``; the scale has as many numbers as ``group``
-    needs, in any shape. The input scale is one number; of several, the largest is taken. Raises
-    ``CheckpointError`` for ``name`` if the scale has another dtype or size, or if it or the input
+    Codes are FP8 ``[N, K]``, or a stack ``[E, N, K]``; the scale has the shape for ``group``, with
+    or without sides of one. The input scale is one number; of several, the largest is taken. Raises
+    ``CheckpointError`` for ``name`` if the scale has another dtype or shape, or if it or the input
     scale is not finite and positive.
     """
     wanted = stack_scale_shape(codes.shape, group)
     scale = scale.to(codes.device)
-    if scale.numel() == torch.Size(wanted).numel():
+    if [n for n in scale.shape if n != 1] == [n for n in wanted if n != 1]:
         scale = scale.reshape(wanted)
     try:
         q = QTensor(codes, scale, group)

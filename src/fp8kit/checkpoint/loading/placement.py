@@ -94,7 +94,8 @@ class Placement:
         Raises ``CheckpointError`` if it has arrived before, does not fit, or contradicts its scale,
         and ``ConversionError`` if it cannot be quantized.
         """
-        if name in self._arrived:
+        layer, kind = self._roles.get(name) or layer_and_kind(name, self.shapes)
+        if name in self._arrived or kind in self._waiting.get(layer, ()):  # by another name
             raise CheckpointError(
                 f"{name} arrived twice.",
                 "One load brings each tensor once.",
@@ -107,7 +108,6 @@ class Placement:
                 "Pass the tensor itself, from where it is in memory.",
             )
         tensor = tensor.detach()
-        layer, kind = self._roles.get(name) or layer_and_kind(name, self.shapes)
         route = self._route(layer, "weight") if kind == _EXPONENTS else None
         route = route or self._route(layer, kind)
         if route is None:
