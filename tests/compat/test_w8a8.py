@@ -119,6 +119,19 @@ def test_scaled_fp8_quant_takes_static_scales_of_groups(group: tuple[int, int]) 
         compat.scaled_fp8_quant(x, torch.ones(77), group_shape=group)
 
 
+@pytest.mark.parametrize(("rows", "group"), [(2, (1, 32)), (1, (-1, 32)), (2, (-1, 32))])
+@pytest.mark.parametrize("k", [16, 48, 64])
+def test_scaled_fp8_quant_takes_static_scales_of_32_columns(
+    rows: int, group: tuple[int, int], k: int
+) -> None:
+    x = torch.randn(rows, k)
+    scale = torch.rand(1 if group[0] == -1 else rows, -(-k // 32)) + 0.5
+    each = scale.repeat_interleave(32, 1)[:, :k]
+    assert_bits_equal(compat.scaled_fp8_quant(x, scale, group_shape=group)[0], with_scale(x, each))
+    with pytest.raises(InvalidValue, match=rf"x \({rows}, {k}\).*one number for each group"):
+        compat.scaled_fp8_quant(x, torch.ones(3), group_shape=group)
+
+
 def test_groups_are_not_guessed_from_scales_of_ragged_ones() -> None:
     x = torch.randn(130, 1025)  # nine groups of 128 columns, or of 114
     for group in ((1, 128), (128, 128)):

@@ -144,10 +144,6 @@ def _static(
     rows, cols = (-1, -1) if group_shape is None else group_shape
     if rows == cols == -1:
         return functional.quantize(x, TENSOR, dtype=dtype, scale=as_number(scale, x.device)).data
-    if rows == 1 and cols == MX.cols:
-        # the core has E8M0 bytes as scales of 32 columns: for floats, each group becomes a row
-        parts = _static(x.reshape(-1, cols), scale.reshape(-1, 1), (1, -1), dtype)
-        return parts.view(x.shape)
     group = fp8_formats.GroupShape(max(x.shape[0], 1) if rows == -1 else rows, cols)
     wanted = fp8_formats.scale_shape(x.shape, group)
     if scale.numel() != math.prod(wanted):
@@ -156,6 +152,11 @@ def _static(
             f"x {tuple(x.shape)} in groups {tuple(group_shape or ())} has {wanted} scales.",
             "Pass one number for each group.",
         )
+    if group == MX:
+        # the core has E8M0 bytes as scales of 32 columns: for floats, each group becomes a row
+        padded = torch.nn.functional.pad(x, (0, wanted[1] * cols - x.shape[1]))
+        parts = _static(padded.reshape(-1, cols), scale.reshape(-1, 1), (1, -1), dtype)
+        return parts.view(padded.shape)[:, : x.shape[1]].contiguous()
     return functional.quantize(x, group, dtype=dtype, scale=scale.float().reshape(wanted)).data
 
 
