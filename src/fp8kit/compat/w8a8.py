@@ -18,7 +18,15 @@ from fp8kit import functional
 from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.blocks import block_product
 from fp8kit.compat.capabilities import supports
-from fp8kit.compat.shapes import as_number, as_vector, check_view, stored, with_scale, written
+from fp8kit.compat.shapes import (
+    as_number,
+    as_scale,
+    as_vector,
+    check_view,
+    stored,
+    with_scale,
+    written,
+)
 from fp8kit.errors import InvalidValue
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
 from fp8kit.ops import validation
@@ -112,7 +120,7 @@ def scaled_fp8_quant(
     dtype = output_dtype or torch.float8_e4m3fn
     if scale is not None:
         given = torch.as_tensor(scale, device=input.device)
-        codes = _static(input, given, group_shape, dtype)
+        codes = _static(input, as_scale(given, input.device), group_shape, dtype)
     else:
         bound = None if scale_ub is None else as_number(scale_ub, input.device)
         group = ROW if use_per_token_if_dynamic else TENSOR
@@ -157,7 +165,7 @@ def _static(
         padded = torch.nn.functional.pad(x, (0, wanted[1] * cols - x.shape[1]))
         parts = _static(padded.reshape(-1, cols), scale.reshape(-1, 1), (1, -1), dtype)
         return parts.view(padded.shape)[:, : x.shape[1]].contiguous()
-    return functional.quantize(x, group, dtype=dtype, scale=scale.float().reshape(wanted)).data
+    return functional.quantize(x, group, dtype=dtype, scale=scale.reshape(wanted)).data
 
 
 @names_wrong_argument
@@ -195,8 +203,7 @@ def cutlass_scaled_mm(
     check_view(b, a.shape[-1])
     weight = stored(b)
     bias = as_vector(bias, weight.shape[0])
-    scale_a = torch.as_tensor(scale_a, device=a.device)
-    scale_b = torch.as_tensor(scale_b, device=b.device)
+    scale_a, scale_b = as_scale(scale_a, a.device), as_scale(scale_b, b.device)
     if _by_blocks(a, b, scale_a, scale_b):
         blocks = (weight, stored(scale_b))
         return block_product((a, scale_a), blocks, (BLOCK.rows, BLOCK.cols), out_dtype, bias)
