@@ -119,6 +119,21 @@ def test_scaled_fp8_quant_takes_static_scales_of_groups(group: tuple[int, int]) 
         compat.scaled_fp8_quant(x, torch.ones(77), group_shape=group)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_number_is_a_scale_in_fp32_whatever_the_default(dtype: torch.dtype) -> None:
+    x = torch.randn(2, K) * 1e-6
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        codes, scale = compat.scaled_fp8_quant(x, 1e-8)
+        y = compat.cutlass_scaled_mm(codes, codes.t(), 1e-8, 1.0, torch.float32)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(scale, torch.tensor(1e-8))
+    assert_bits_equal(codes, with_scale(x, scale))
+    assert torch.equal(y, compat.cutlass_scaled_mm(codes, codes.t(), scale, 1.0, torch.float32))
+
+
 @pytest.mark.parametrize(("rows", "group"), [(2, (1, 32)), (1, (-1, 32)), (2, (-1, 32))])
 @pytest.mark.parametrize("k", [16, 48, 64])
 def test_scaled_fp8_quant_takes_static_scales_of_32_columns(

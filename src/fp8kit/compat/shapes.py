@@ -26,7 +26,7 @@ def check_scale(scale: Tensor | float) -> None:
 def as_scale(scale: Tensor | float, device: torch.device) -> Tensor:
     """Return scales in fp32 on a device, in their shape, after ``check_scale``."""
     check_scale(scale)
-    return torch.as_tensor(scale, device=device).float()
+    return torch.as_tensor(scale, dtype=torch.float32, device=device)
 
 
 def as_number(value: Tensor | float, device: torch.device) -> Tensor:

@@ -119,8 +119,9 @@ def scaled_fp8_quant(
         )
     dtype = output_dtype or torch.float8_e4m3fn
     if scale is not None:
-        given = torch.as_tensor(scale, device=input.device)
-        codes = _static(input, as_scale(given, input.device), group_shape, dtype)
+        used = as_scale(scale, input.device)
+        given = scale.to(input.device) if isinstance(scale, Tensor) else used
+        codes = _static(input, used, group_shape, dtype)
     else:
         bound = None if scale_ub is None else as_number(scale_ub, input.device)
         group = ROW if use_per_token_if_dynamic else TENSOR
