@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -94,6 +95,18 @@ def test_columns_may_be_written_as_bytes() -> None:
         assert layer.weight.is_meta
         held.weight_loader(held, part.contiguous(), half)
     check("FP8_DYNAMIC", layer, w)
+
+
+@pytest.mark.parametrize("modes", list(itertools.product((False, True), repeat=3)))
+def test_weights_arrive_within_inference_mode_and_without(modes: tuple[bool, ...]) -> None:
+    _, layer = new_layer("FP8_DYNAMIC")
+    for seed in (0, 1):
+        first, second = weight_of(seed).split([WIDTHS[0], N - WIDTHS[0]])
+        with torch.inference_mode(modes[seed]):
+            layer.weight.weight_loader(layer.weight, first, 0)
+        with torch.inference_mode(modes[2]):
+            layer.weight.weight_loader(layer.weight, second, (1, 2))
+        check("FP8_DYNAMIC", layer, weight_of(seed))
 
 
 @pytest.mark.parametrize("scheme", list(METHODS))

@@ -114,7 +114,7 @@ class Arriving:
                 old = self._layer._parameters.get(name)
                 facts = ("dtype", "shape", "device")
                 if old is not None and all(getattr(old, f) == getattr(tensor, f) for f in facts):
-                    with torch.no_grad():
+                    with torch.inference_mode(old.is_inference()), torch.no_grad():
                         old.copy_(tensor)
                 else:
                     self._layer.register_parameter(name, frozen(tensor))
@@ -145,8 +145,9 @@ class Arriving:
         if name not in self.dense:
             self._buffer(name, loaded_weight.device)
         parameter = self.dense[name]
-        with torch.no_grad(), _Copied(parameter, self._pieces[name]):
-            result = self._loaders[name](parameter, loaded_weight, *shard, **words)
+        with torch.inference_mode(parameter.is_inference()), torch.no_grad():
+            with _Copied(parameter, self._pieces[name]):
+                result = self._loaders[name](parameter, loaded_weight, *shard, **words)
         if all(self._missing(name) <= 0 for name in self.names):
             self._complete()
         return result
