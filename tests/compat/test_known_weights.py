@@ -5,11 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fp8kit
+from fp8kit import compat
 from fp8kit.compat.known_weights import KnownWeights
+from fp8kit.errors import UnsupportedError
+from numerics import assert_bits_equal
 
 
 def made(weight: Tensor, scale: Tensor) -> fp8kit.QTensor:
@@ -35,6 +39,22 @@ def test_weights_whose_changes_are_not_counted_are_read_at_every_call() -> None:
     with torch.inference_mode():
         weight = torch.ones(8, 4).to(torch.float8_e4m3fn)
     assert known.of(weight, scale, made) is not known.of(weight, scale, made)
+
+
+@pytest.mark.parametrize("name", ["weight", "scale"])
+def test_a_gradient_that_the_core_refuses_is_not_lost(name: str) -> None:
+    x, codes = torch.randn(2, 4, requires_grad=True), torch.ones(8, 4).to(torch.float8_e4m3fn)
+    given = {"weight": nn.Parameter(codes, False), "scale": torch.ones(8)}
+    given[name].requires_grad_()
+    op = compat.Fp8LinearOp()
+    for compute in (
+        lambda: op.apply(x, given["weight"].t(), given["scale"]),
+        lambda: compat.apply_fp8_linear(x, given["weight"], given["scale"]),
+    ):
+        with pytest.raises(UnsupportedError, match="A gradient for an FP8 weight or a scale"):
+            compute().sum().backward()
+        with torch.no_grad():
+            assert_bits_equal(compute(), compute())
 
 
 def test_a_weight_is_not_kept_alive() -> None:

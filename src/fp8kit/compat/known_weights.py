@@ -38,6 +38,10 @@ class KnownWeights:
         """
         if torch.compiler.is_compiling() or type(weight) not in (Tensor, torch.nn.Parameter):
             return make(weight, scale)
+        if torch.is_grad_enabled() and (weight.requires_grad or scale.requires_grad):
+            return make(
+                weight, scale
+            )  # the core refuses such a gradient, and detached it were lost
         state = (version(weight), weight.data_ptr(), version(scale), scale.data_ptr())
         if UNCOUNTED in (state[0], state[2]):  # made in inference mode: changes are not counted
             return make(weight, scale)
