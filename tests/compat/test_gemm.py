@@ -157,6 +157,24 @@ def check_that_changes_are_seen(mode: str) -> None:
         assert torch.equal(plain(layer(x)), dense.bias.expand(2, 3, N))
 
 
+@pytest.mark.parametrize("mode", ["keep", "discard"])
+def test_tensors_that_are_replaced_are_computed_with(mode: str) -> None:
+    layer, other, x = layer_of(mode), layer_of(mode), on_gpu(inputs())
+    other.load_state_dict({n: t * -2 for n, t in other.state_dict().items()})
+    before, wanted = plain(layer(x)), plain(other(x))
+    given = {n: p.detach().clone() for n, p in other.named_parameters()}
+    assert_bits_equal(plain(torch.func.functional_call(layer, given, (x,))), wanted)
+    assert_bits_equal(plain(layer(x)), before)
+    for name, tensor in given.items():
+        owner, _, kind = name.rpartition(".")
+        layer.get_submodule(owner)._parameters[kind] = nn.Parameter(tensor, requires_grad=False)
+    assert_bits_equal(plain(layer(x)), wanted)
+    held = layer if layer.linear is None else layer.linear
+    held.bias = None
+    assert not torch.equal(plain(layer(x)), wanted)
+    assert not any("bias" in name for name in layer.state_dict())
+
+
 def test_codes_are_not_taken_for_numbers() -> None:
     layer = layer_of("discard")
     layer.materialize_fp8_weight("cpu")

@@ -260,10 +260,9 @@ class FP8Linear(nn.Module):
         )
 
     def _hold(self, layer: Core) -> None:
-        """Register the Parameters of an FP8 layer as this layer's own, too."""
+        """Register the Parameters of an FP8 layer as this layer's own, in one dictionary."""
         self.__dict__["_fp8"] = layer
-        for name in _HELD:
-            self._parameters[name] = layer._parameters.get(name)
+        self._parameters = layer._parameters  # so that it computes with what replaces one
 
     def _discarded(self) -> Core | None:
         """Return the FP8 layer if no dense weight is left; else ``None``."""
@@ -280,8 +279,7 @@ class FP8Linear(nn.Module):
             ):
                 self.invalidate_weight_cache()
             return self
-        for name in _HELD:
-            self._parameters.pop(name, None)
+        self._parameters = {}
         try:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
