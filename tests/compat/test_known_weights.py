@@ -57,6 +57,20 @@ def test_a_gradient_that_the_core_refuses_is_not_lost(name: str) -> None:
             assert_bits_equal(compute(), compute())
 
 
+def test_weights_within_transforms() -> None:
+    q = fp8kit.quantize(torch.randn(8, 4), role="weight")
+    op, x = compat.Fp8LinearOp(use_per_token_if_dynamic=True), torch.randn(2, 4)
+
+    def total(x: Tensor) -> Tensor:
+        return op.apply(x, q.data.t(), q.scale).sum()
+
+    assert torch.equal(torch.func.grad(total)(x), fp8kit.dequantize(q).sum(0).expand(2, 4))
+    scales = torch.stack([q.scale, 2 * q.scale])
+    found = torch.vmap(lambda scale: op.apply(x, q.data.t(), scale))(scales)
+    for y, scale in zip(found, scales, strict=True):
+        assert_bits_equal(y, op.apply(x, q.data.t(), scale))
+
+
 def test_a_weight_is_not_kept_alive() -> None:
     known, weight = KnownWeights(), torch.ones(8, 4).to(torch.float8_e4m3fn)
     known.of(weight, torch.ones(1), made)

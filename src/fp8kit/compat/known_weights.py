@@ -16,6 +16,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fp8kit.formats import QTensor
 from fp8kit.runtime.weight_hazards import UNCOUNTED, version
 
+_transforms: Any = torch._C._functorch.peek_interpreter_stack  # not None within torch.func
+
 
 class _Known(NamedTuple):
     scale: Tensor
@@ -38,10 +40,9 @@ class KnownWeights:
         """
         if torch.compiler.is_compiling() or type(weight) not in (Tensor, torch.nn.Parameter):
             return make(weight, scale)
-        if torch.is_grad_enabled() and (weight.requires_grad or scale.requires_grad):
-            return make(
-                weight, scale
-            )  # the core refuses such a gradient, and detached it were lost
+        learned = torch.is_grad_enabled() and (weight.requires_grad or scale.requires_grad)
+        if learned or _transforms() is not None:  # the core refuses the former's gradient
+            return make(weight, scale)
         state = (version(weight), weight.data_ptr(), version(scale), scale.data_ptr())
         if UNCOUNTED in (state[0], state[2]):  # made in inference mode: changes are not counted
             return make(weight, scale)
