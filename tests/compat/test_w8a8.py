@@ -335,6 +335,28 @@ def test_fp8_linear_op_takes_codes(x: Tensor, w: Tensor) -> None:
         op.apply(a, b.t(), t)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2])
+@pytest.mark.parametrize("group", [fp8kit.ROW, fp8kit.TENSOR], ids=str)
+def test_weights_may_have_other_codes(
+    x: Tensor, dtype: torch.dtype, group: fp8kit.GroupShape
+) -> None:
+    w_q = fp8kit.quantize(torch.randn(N, K), group, dtype=dtype, role="weight")
+    weight, scale = w_q.data, w_q.scale
+    wanted = fp8kit.linear(x, w_q)
+    op, step = compat.Fp8LinearOp(use_per_token_if_dynamic=True), torch.tensor([0.02])
+    for y in (
+        op.apply(x, weight.t(), scale),
+        compat.apply_fp8_linear(x, weight.t(), scale),
+        compat.Fp8Linear(weight, None, scale)(x),
+    ):
+        assert_bits_equal(y, wanted)
+    x_q = fp8kit.quantize(x, fp8kit.TENSOR, dtype=dtype)
+    wanted = fp8kit.scaled_mm(x_q, w_q, out_dtype=x.dtype)
+    assert_bits_equal(compat.Fp8LinearOp().apply(x, weight.t(), scale), wanted)
+    static = compat.Fp8Linear(weight, None, scale, step)(x)
+    assert_bits_equal(static, op.apply(x, weight.t(), scale, input_scale=step))
+
+
 @pytest.mark.parametrize("m", [0, 1])
 def test_fp8_linear_op_takes_any_number_of_rows(x: Tensor, w: Tensor, m: int) -> None:
     b, t = quantized(w)
