@@ -57,6 +57,19 @@ def test_a_gradient_that_the_core_refuses_is_not_lost(name: str) -> None:
             assert_bits_equal(compute(), compute())
 
 
+def test_other_views_of_a_weight_are_seen() -> None:
+    codes = fp8kit.quantize(torch.randn(8, 8), role="weight").data
+    op, x, scale = compat.Fp8LinearOp(), torch.randn(2, 8), torch.ones(8)
+    weight = nn.Parameter(codes.t(), requires_grad=False)
+    before = op.apply(x, weight, scale)
+    for other in (weight.data.t(), weight.data[:, :4], weight.data.view(torch.float8_e5m2)):
+        weight.data = other
+        y = op.apply(x, weight, scale[: other.shape[1]])
+        assert_bits_equal(y, compat.Fp8LinearOp().apply(x, other, scale[: other.shape[1]]))
+        weight.data = codes.t()
+        assert_bits_equal(op.apply(x, weight, scale), before)
+
+
 def test_weights_within_transforms() -> None:
     q = fp8kit.quantize(torch.randn(8, 4), role="weight")
     op, x = compat.Fp8LinearOp(use_per_token_if_dynamic=True), torch.randn(2, 4)
