@@ -87,6 +87,34 @@ def test_an_argument_that_is_no_tensor_is_named(name: str) -> None:
                 function(**{**arguments, wrong: value})
 
 
+SCALES = [
+    (name, word)
+    for name, (_, arguments) in CALLS.items()
+    for word, value in arguments.items()
+    if word in ("weight_scale", "scale_a", "scale_b", "inv_scale", "As", "Bs")
+    and value is not BYTES
+] + [("scaled_fp8_quant", "scale"), ("Fp8LinearOp", "input_scale")]
+
+
+@pytest.mark.parametrize(("name", "word"), SCALES)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_integers_are_no_scales(name: str, word: str, dtype: torch.dtype) -> None:
+    function, arguments = CALLS[name]
+    scale = arguments.get(word)
+    given = torch.full_like(ONE if scale is None else scale, 127, dtype=dtype)
+    with pytest.raises(InvalidType, match=rf"a scale of dtype {dtype}.*View bytes of E8M0 as"):
+        function(**{**arguments, word: given})
+
+
+def test_bytes_of_e8m0_are_scales_as_such() -> None:
+    function, arguments = CALLS["w8a8_block_fp8_matmul"]
+    bytes_of = {
+        word: torch.full_like(arguments[word], 128, dtype=torch.uint8) for word in ("As", "Bs")
+    }
+    found = function(**arguments | {w: b.view(torch.float8_e8m0fnu) for w, b in bytes_of.items()})
+    assert torch.equal(found, function(**arguments) * 4)
+
+
 OTHERS: list[tuple[str, str, Any]] = [
     ("per_token_group_quant_fp8", "use_ue8m0", X),
     ("per_token_cast_to_fp8", "use_ue8m0", X),

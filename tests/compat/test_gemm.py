@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 
 import fp8kit
 from engine_formulas import decoded, on_gpu, plain, quantized
@@ -155,6 +157,24 @@ def check_that_changes_are_seen(mode: str) -> None:
         assert torch.equal(plain(layer(x)), dense.bias.expand(2, 3, N))
 
 
+@pytest.mark.parametrize("mode", ["keep", "discard"])
+def test_tensors_that_are_replaced_are_computed_with(mode: str) -> None:
+    layer, other, x = layer_of(mode), layer_of(mode), on_gpu(inputs())
+    other.load_state_dict({n: t * -2 for n, t in other.state_dict().items()})
+    before, wanted = plain(layer(x)), plain(other(x))
+    given = {n: p.detach().clone() for n, p in other.named_parameters()}
+    assert_bits_equal(plain(torch.func.functional_call(layer, given, (x,))), wanted)
+    assert_bits_equal(plain(layer(x)), before)
+    for name, tensor in given.items():
+        owner, _, kind = name.rpartition(".")
+        layer.get_submodule(owner)._parameters[kind] = nn.Parameter(tensor, requires_grad=False)
+    assert_bits_equal(plain(layer(x)), wanted)
+    held = layer if layer.linear is None else layer.linear
+    held.bias = None
+    assert not torch.equal(plain(layer(x)), wanted)
+    assert not any("bias" in name for name in layer.state_dict())
+
+
 def test_codes_are_not_taken_for_numbers() -> None:
     layer = layer_of("discard")
     layer.materialize_fp8_weight("cpu")
@@ -281,6 +301,57 @@ def test_the_default_filter_keeps_sensitive_layers_and_takes_small_ones() -> Non
     enable_fp8_gemm(nested, module_filter=lambda name, layer: seen.append(name) or name == "0.up")
     assert wrapped_names(nested) == {"0.up"}
     assert seen == ["0.up", "0.down", "0.time_embedding", "0.lm_head"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_of_a_layer_stay(mode: str) -> None:
+    model, x = nn.Sequential(dense_of()), inputs()
+    seen: list[Tensor] = []
+    model[0].register_forward_pre_hook(lambda module, given: (given[0] * 2,))
+    model[0].register_forward_hook(lambda module, given, y: seen.append(y) or y * 3)
+    y = model(x)
+    enable_fp8_gemm(model, options=FP8GemmOptions(fp16_weight_storage=mode))  # type: ignore[arg-type]
+    assert_bits_equal(model(x), y)
+    assert_scheme_error(plain(model(on_gpu(x))), y, "FP8_DYNAMIC")
+    layers = (model[0], layer_of(mode))
+    assert_bits_equal(
+        plain(compat.fp8_linear_forward_many(layers, on_gpu(x))[0]), plain(model(on_gpu(x)))
+    )
+    assert len(seen) == 5  # once for each call
+
+
+class Tripled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 3
+
+
+def odd_layers() -> dict[str, nn.Linear]:
+    replaced, pruned = nn.Linear(K, N), nn.Linear(K, N)
+    replaced.forward = Tripled(K, N).forward  # type: ignore[method-assign]
+    prune.l1_unstructured(pruned, "weight", 0.5)
+    return {
+        "computes something else": Tripled(K, N),
+        "has another forward": replaced,
+        "computes its weight in a hook": pruned,
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("what", odd_layers())
+def test_layers_that_compute_something_else_are_refused(mode: str, what: str) -> None:
+    options = FP8GemmOptions(fp16_weight_storage=mode)  # type: ignore[arg-type]
+    model = nn.Sequential(nn.Linear(K, K), odd_layers()[what])
+    with pytest.raises(TypeError, match=f"{what}.*Leave it out with module_filter"):
+        enable_fp8_gemm(model, options=options, module_filter=lambda name, layer: True)
+    assert wrapped_names(model) == set()
+    with pytest.raises(TypeError, match=what):
+        FP8Linear.from_linear(model[1], options=options)
+    assert wrapped_names(enable_fp8_gemm(model, options=options)) == {"0"}
+
+
+def test_a_parametrized_weight_stays_dense_by_default() -> None:
+    model = nn.Sequential(nn.Linear(K, K), weight_norm(nn.Linear(K, N)))
+    assert wrapped_names(enable_fp8_gemm(model)) == {"0"}
 
 
 @pytest.mark.parametrize("mode", MODES)

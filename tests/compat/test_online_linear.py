@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -67,6 +68,59 @@ def test_a_weight_is_quantized_as_soon_as_all_shards_are_there(scheme: str) -> N
     y = method.apply(layer, x, bias)
     assert (y.shape, y.dtype) == ((2, 3, N), torch.bfloat16)
     assert_scheme_error(y.double() - bias.double(), x.double() @ w.double().t(), scheme)
+
+
+@pytest.mark.parametrize("scheme", list(METHODS))
+def test_what_comes_twice_counts_once(scheme: str) -> None:
+    method, layer = new_layer(scheme)
+    w, held = weight_of(0), layer.weight
+    held.weight_loader(held, w[:128], (0, 1))
+    held.weight_loader(held, w[96:128], 1)
+    assert layer.weight.is_meta
+    with pytest.raises(InvalidValue, match=f"^{32 * K} elements of weight .* have not arrived"):
+        method.process_weights_after_loading(layer)
+    held.weight_loader(held, w[96:], (1, 2))
+    check(scheme, layer, w)
+
+
+def by_bytes(parameter: Tensor, loaded: Tensor, half: int) -> None:
+    columns = slice(half * K // 2, (half + 1) * K // 2)
+    parameter.data[:, columns].view(torch.uint8).copy_(loaded.view(torch.uint8))
+
+
+def test_columns_may_be_written_as_bytes() -> None:
+    _, layer = new_layer("FP8_DYNAMIC", weight_loader=by_bytes)
+    w, held = weight_of(0), layer.weight
+    for half, part in enumerate(w.chunk(2, 1)):
+        assert layer.weight.is_meta
+        held.weight_loader(held, part.contiguous(), half)
+    check("FP8_DYNAMIC", layer, w)
+
+
+@pytest.mark.parametrize("modes", list(itertools.product((False, True), repeat=3)))
+def test_weights_arrive_within_inference_mode_and_without(modes: tuple[bool, ...]) -> None:
+    _, layer = new_layer("FP8_DYNAMIC")
+    for seed in (0, 1):
+        first, second = weight_of(seed).split([WIDTHS[0], N - WIDTHS[0]])
+        with torch.inference_mode(modes[seed]):
+            layer.weight.weight_loader(layer.weight, first, 0)
+        with torch.inference_mode(modes[2]):
+            layer.weight.weight_loader(layer.weight, second, (1, 2))
+        check("FP8_DYNAMIC", layer, weight_of(seed))
+
+
+@pytest.mark.parametrize("scheme", list(METHODS))
+def test_a_state_dict_has_codes(scheme: str) -> None:
+    (_, layer), (_, other) = new_layer(scheme), new_layer(scheme)
+    for seed, each in enumerate((layer, other)):
+        each.weight.weight_loader(each.weight, weight_of(seed))
+    model = nn.ModuleDict({"part": layer})
+    model.load_state_dict({f"part.{n}": t for n, t in other.state_dict().items()})
+    check(scheme, layer, weight_of(1))
+    dense = {"part.weight": weight_of(0).view(layer.weight.shape)}
+    with pytest.raises(InvalidValue, match=r"part\.weight of torch\.bfloat16.*weight_loader"):
+        model.load_state_dict(dense, strict=False)
+    check(scheme, layer, weight_of(1))
 
 
 @pytest.mark.parametrize("scheme", list(METHODS))

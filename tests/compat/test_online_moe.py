@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import fp8kit
 from fp8kit import compat
+from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import SCHEMES, scale_shape
 from numerics import SCHEME_ERROR, relative_error
 
@@ -213,6 +214,22 @@ def test_the_router_is_asked_in_the_words_of_every_version() -> None:
     assert torch.allclose(again, y)
     with pytest.raises(TypeError, match="enable_eplb"):
         method.apply(bare, x, logits, TOP, enable_eplb=True)
+
+
+def test_half_of_a_routing_is_refused() -> None:
+    method, layer = filled("FP8_TENSOR")
+    x, logits = tokens()
+    ids, weights = fp8kit.moe.route(logits, TOP)
+    for given in ({}, {"topk_ids": ids}):
+        with pytest.raises(
+            InvalidValue, match="neither topk_weights with topk_ids nor router_logits"
+        ):
+            method.apply(layer, x, **given)
+    for logits_alone in ({"router_logits": logits}, {"topk_weights": weights}):
+        with pytest.raises(InvalidType, match="Got top_k=None"):
+            method.apply(layer, x, **logits_alone)
+    with pytest.raises(InvalidValue, match="use_grouped_topk without num_expert_group"):
+        method.apply(layer, x, logits, TOP, use_grouped_topk=True)
 
 
 def test_what_does_not_fit_is_told() -> None:

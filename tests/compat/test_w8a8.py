@@ -119,6 +119,34 @@ def test_scaled_fp8_quant_takes_static_scales_of_groups(group: tuple[int, int]) 
         compat.scaled_fp8_quant(x, torch.ones(77), group_shape=group)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_number_is_a_scale_in_fp32_whatever_the_default(dtype: torch.dtype) -> None:
+    x = torch.randn(2, K) * 1e-6
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        codes, scale = compat.scaled_fp8_quant(x, 1e-8)
+        y = compat.cutlass_scaled_mm(codes, codes.t(), 1e-8, 1.0, torch.float32)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(scale, torch.tensor(1e-8))
+    assert_bits_equal(codes, with_scale(x, scale))
+    assert torch.equal(y, compat.cutlass_scaled_mm(codes, codes.t(), scale, 1.0, torch.float32))
+
+
+@pytest.mark.parametrize(("rows", "group"), [(2, (1, 32)), (1, (-1, 32)), (2, (-1, 32))])
+@pytest.mark.parametrize("k", [16, 48, 64])
+def test_scaled_fp8_quant_takes_static_scales_of_32_columns(
+    rows: int, group: tuple[int, int], k: int
+) -> None:
+    x = torch.randn(rows, k)
+    scale = torch.rand(1 if group[0] == -1 else rows, -(-k // 32)) + 0.5
+    each = scale.repeat_interleave(32, 1)[:, :k]
+    assert_bits_equal(compat.scaled_fp8_quant(x, scale, group_shape=group)[0], with_scale(x, each))
+    with pytest.raises(InvalidValue, match=rf"x \({rows}, {k}\).*one number for each group"):
+        compat.scaled_fp8_quant(x, torch.ones(3), group_shape=group)
+
+
 def test_groups_are_not_guessed_from_scales_of_ragged_ones() -> None:
     x = torch.randn(130, 1025)  # nine groups of 128 columns, or of 114
     for group in ((1, 128), (128, 128)):
@@ -305,6 +333,28 @@ def test_fp8_linear_op_takes_codes(x: Tensor, w: Tensor) -> None:
     assert_matmul(y, decoded(a, s), decoded(b, t))
     with pytest.raises(ValueError, match="Codes mean nothing without their scale"):
         op.apply(a, b.t(), t)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2])
+@pytest.mark.parametrize("group", [fp8kit.ROW, fp8kit.TENSOR], ids=str)
+def test_weights_may_have_other_codes(
+    x: Tensor, dtype: torch.dtype, group: fp8kit.GroupShape
+) -> None:
+    w_q = fp8kit.quantize(torch.randn(N, K), group, dtype=dtype, role="weight")
+    weight, scale = w_q.data, w_q.scale
+    wanted = fp8kit.linear(x, w_q)
+    op, step = compat.Fp8LinearOp(use_per_token_if_dynamic=True), torch.tensor([0.02])
+    for y in (
+        op.apply(x, weight.t(), scale),
+        compat.apply_fp8_linear(x, weight.t(), scale),
+        compat.Fp8Linear(weight, None, scale)(x),
+    ):
+        assert_bits_equal(y, wanted)
+    x_q = fp8kit.quantize(x, fp8kit.TENSOR, dtype=dtype)
+    wanted = fp8kit.scaled_mm(x_q, w_q, out_dtype=x.dtype)
+    assert_bits_equal(compat.Fp8LinearOp().apply(x, weight.t(), scale), wanted)
+    static = compat.Fp8Linear(weight, None, scale, step)(x)
+    assert_bits_equal(static, op.apply(x, weight.t(), scale, input_scale=step))
 
 
 @pytest.mark.parametrize("m", [0, 1])

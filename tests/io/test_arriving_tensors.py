@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import backend_tables
 import fp8kit
-from fp8kit import load_weights
+from fp8kit import compat, load_weights
 from fp8kit.errors import CheckpointError, ConversionError
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.quantizers import reference
@@ -336,6 +336,26 @@ def test_numbers_beyond_fp16() -> None:
     assert model.weight.tolist() == fits.tolist()
     with pytest.raises(CheckpointError, match=f"weight has {K} of {K} numbers beyond 65504"):
         load_weights(model, {"weight": beyond})
+
+
+def test_numbers_are_not_cast_to_codes_of_other_modules() -> None:
+    model = nn.Sequential(compat.FP8Linear.from_linear(nn.Linear(K, K)), nn.Module())
+    model[0].materialize_fp8_weight("cpu")
+    method, scale = compat.Fp8PerBlockOnlineLinearMethod(), "weight_scale_inv"
+    method.create_weights(model[1], K, [K])
+    model[1].weight.weight_loader(model[1].weight, torch.randn(K, K))
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    assert {"0.weight_scale", f"1.{scale}"} < before.keys()
+    for name in ("0.weight", "1.weight"):
+        with pytest.raises(
+            CheckpointError, match=f"{name} has numbers of torch.float32, and .* codes"
+        ):
+            load_weights(model, {name: torch.randn(K, K)})
+    assert_same_tensors(model.state_dict(), before)
+    stored = nn.Module()  # FP8 without a scale is a way to store numbers
+    stored.register_buffer("weight", torch.zeros(K, dtype=torch.float8_e4m3fn))
+    load_weights(stored, {"weight": torch.full((K,), 0.5)})
+    assert torch.equal(stored.weight.float(), torch.full((K,), 0.5))
 
 
 @pytest.mark.parametrize("name", ["attn.o_proj.weight", "norm.weight"])

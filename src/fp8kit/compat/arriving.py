@@ -7,6 +7,7 @@ same storage. The protocol is vLLM's: ``param.weight_loader(param, loaded_weight
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.
 
 
 class _Copied(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds what is written to a storage to ``pieces``: elements, by where they lie."""
+    """Adds what is written to a storage to ``pieces``: bytes, by where they lie."""
 
     def __init__(self, into: Tensor, pieces: dict[Any, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -32,7 +33,9 @@ class _Copied(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _COPIES and (to := args[0]).untyped_storage().data_ptr() == self._storage:
-            self._pieces[to.storage_offset(), to.shape, to.stride()] = to.numel()
+            size = to.itemsize
+            strides = (*(stride * size for stride in to.stride()), 1)
+            self._pieces[to.storage_offset() * size, (*to.shape, size), strides] = to.nbytes
         return result
 
 
@@ -49,6 +52,7 @@ class Arriving:
         self._loaders: dict[str, Loader] = {}
         self.dense: dict[str, nn.Parameter] = {}
         self._pieces: dict[str, dict[Any, int]] = {}  # one that comes twice counts once
+        layer.register_load_state_dict_pre_hook(self._refuse_dense)  # type: ignore[no-untyped-call]
 
     def expect(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, loader: Loader, **facts: Any
@@ -110,12 +114,26 @@ class Arriving:
                 old = self._layer._parameters.get(name)
                 facts = ("dtype", "shape", "device")
                 if old is not None and all(getattr(old, f) == getattr(tensor, f) for f in facts):
-                    with torch.no_grad():
+                    with torch.inference_mode(old.is_inference()), torch.no_grad():
                         old.copy_(tensor)
                 else:
                     self._layer.register_parameter(name, frozen(tensor))
         for name in self.names:
             self.attend(name, self._layer.get_parameter(name))
+
+    def _refuse_dense(
+        self, layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+    ) -> None:
+        """Refuse dense entries of a ``state_dict``, which torch would cast into held codes."""
+        for name, held in layer.named_parameters(recurse=False):
+            given = state_dict.get(prefix + name)
+            codes = held.dtype in FP8_FORMATS and name in self.names
+            if codes and given is not None and given.dtype not in FP8_FORMATS:
+                raise InvalidValue(
+                    f"Got {prefix}{name} of {given.dtype} in a state_dict.",
+                    "The layer has codes by now, and loads codes with their scales.",
+                    f"Pass dense weights to layer.{name}.weight_loader(layer.{name}, weight).",
+                )
 
     def _load(self, name: str, loaded_weight: Tensor, *shard: Any, **words: Any) -> Any:
         if not loaded_weight.is_floating_point() or loaded_weight.dtype.itemsize == 1:
@@ -127,17 +145,38 @@ class Arriving:
         if name not in self.dense:
             self._buffer(name, loaded_weight.device)
         parameter = self.dense[name]
-        with torch.no_grad(), _Copied(parameter, self._pieces[name]):
-            result = self._loaders[name](parameter, loaded_weight, *shard, **words)
+        with torch.inference_mode(parameter.is_inference()), torch.no_grad():
+            with _Copied(parameter, self._pieces[name]):
+                result = self._loaders[name](parameter, loaded_weight, *shard, **words)
         if all(self._missing(name) <= 0 for name in self.names):
             self._complete()
         return result
 
     def _missing(self, name: str) -> int:
-        """Return how many elements have not come since the last weight was complete."""
-        return torch.Size(self._described[name][0]).numel() - sum(
-            self._pieces.get(name, {}).values()
+        """Return how many elements have not come since the last weight was complete.
+
+        While this is certainly above zero, what came in two pieces counts twice.
+        """
+        shape, dtype, _ = self._described[name]
+        wanted, pieces = torch.Size(shape).numel() * dtype.itemsize, self._pieces.get(name, {})
+        missing = wanted - sum(pieces.values())
+        if missing > 0 or len(pieces) < 2:
+            return missing // dtype.itemsize
+        spans = sorted(
+            (
+                offset,
+                offset + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True)),
+            )
+            for offset, sizes, strides in pieces
         )
+        if any(last >= first for (_, last), (first, _) in itertools.pairwise(spans)):
+            absent = torch.ones(wanted, dtype=torch.bool, device=self.dense[name].device)
+            for offset, sizes, strides in pieces:
+                absent.as_strided(sizes, strides, offset).fill_(False)
+            missing = int(absent.sum())
+        if not missing:  # so that this is looked for once
+            self._pieces[name] = {(0, (wanted,), (1,)): wanted}
+        return missing // dtype.itemsize
 
     def _buffer(self, name: str, source: torch.device) -> None:
         """Make an empty dense Parameter on the device of the layer."""

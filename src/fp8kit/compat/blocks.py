@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fp8kit import functional
 from fp8kit.compat.arguments import names_wrong_argument
-from fp8kit.compat.shapes import written
+from fp8kit.compat.shapes import as_scale, written
 from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import MX, ROW, GroupShape, QTensor, fp8_format
 from fp8kit.ops import operators
@@ -195,7 +195,7 @@ def block_product(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Multiply ``[..., K]`` by ``[N, K]``, each with its scales; see ``w8a8_block_fp8_matmul``."""
-    block, scales = _block(block_size), [x[1].float(), weight[1].float()]
+    block, scales = _block(block_size), [as_scale(s, codes.device) for codes, s in (x, weight)]
     if block.cols == MX.cols:
         # the core has E8M0 bytes as scales of 32 columns: for floats, each group becomes two of 16
         block = GroupShape(block.rows, MX.cols // 2)

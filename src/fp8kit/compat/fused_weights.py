@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.compat.arguments import names_wrong_argument
+from fp8kit.compat.shapes import as_scale, check_scale
 from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import TENSOR, QTensor
 from fp8kit.modules.weight_parts import join_scales, recode, requantize
@@ -36,7 +37,7 @@ def convert_to_channelwise(weight_scale: Tensor, logical_widths: Sequence[int]) 
     """
     rows = sum(logical_widths)
     codes = torch.empty(rows, 1, dtype=torch.float8_e4m3fn, device=weight_scale.device)
-    return join_scales(codes, weight_scale.float(), list(logical_widths)).scale
+    return join_scales(codes, as_scale(weight_scale, codes.device), list(logical_widths)).scale
 
 
 @names_wrong_argument
@@ -62,7 +63,7 @@ def requantize_with_max_scale(
     Example:
         >>> scale, w = fp8kit.compat.requantize_with_max_scale(w, torch.tensor([0.5, 2.0]), [4, 2])
     """
-    q = requantize(weight, weight_scale.float(), list(logical_widths))
+    q = requantize(weight, as_scale(weight_scale, weight_scale.device), list(logical_widths))
     if q.data is not weight:
         weight.copy_(q.data)
     return q.scale.reshape(()), weight
@@ -83,7 +84,7 @@ def normalize_e4m3fn_to_e4m3fnuz(
         e4m3fnuz codes, and the scales doubled.
 
     Raises:
-        TypeError: if ``weight`` is not e4m3fn.
+        TypeError: if ``weight`` is not e4m3fn, or ``weight_scale`` no float tensor.
 
     Example:
         >>> codes, scale, _ = fp8kit.compat.normalize_e4m3fn_to_e4m3fnuz(w, torch.ones(1))
@@ -96,6 +97,7 @@ def normalize_e4m3fn_to_e4m3fnuz(
             "They must be float8_e4m3fn; they become float8_e4m3fnuz.",
             "Leave codes of e4m3fnuz as they are.",
         )
+    check_scale(weight_scale)
     one = torch.ones(1, 1, device=weight.device)
     codes = recode(QTensor(weight.detach(), one, TENSOR), torch.float8_e4m3fnuz).data
     return codes, weight_scale * 2.0, None if input_scale is None else input_scale * 2.0
@@ -116,6 +118,7 @@ def per_tensor_dequantize(tensor: Tensor, inv_scale: float | Tensor) -> Tensor:
         >>> fp8kit.compat.per_tensor_dequantize(torch.ones(2).to(torch.float8_e4m3fn), 0.5)
         tensor([0.5000, 0.5000], dtype=torch.float16)
     """
+    check_scale(inv_scale)
     return tensor.to(torch.float16) * inv_scale
 
 

@@ -9,15 +9,22 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8kit.compat.arguments import names_wrong_argument
-from fp8kit.compat.wrapped_linear import DEFAULT_OPTIONS, FP8GemmOptions, FP8Linear
+from fp8kit.compat.wrapped_linear import (
+    DEFAULT_OPTIONS,
+    FP8GemmOptions,
+    FP8Linear,
+    check_wrappable,
+)
 from fp8kit.conversion.eligibility import Eligibility
 from fp8kit.conversion.patterns import roles_by_name, size_obstacle
 from fp8kit.errors import InvalidType, check_switch, teach
+from fp8kit.modules.hooks import is_watched
 from fp8kit.modules.linear import Fp8Linear
 
 _16_BITS = (torch.float16, torch.bfloat16)
@@ -46,7 +53,8 @@ def enable_fp8_gemm(
         the model, or its changed copy. A warning says if no layer was replaced.
 
     Raises:
-        TypeError: if ``model`` is no module, or ``module_filter`` no function.
+        TypeError: if ``model`` is no module, ``module_filter`` no function, or a layer that it
+            accepts computes something else than ``nn.Linear``.
         ValueError: if the options contradict each other.
 
     Example:
@@ -68,11 +76,16 @@ def enable_fp8_gemm(
     if not inplace:
         model = copy.deepcopy(model)
     accepts = module_filter or _default_filter(model)
+    found = list(_linears(model))
+    taken = dict.fromkeys(layer for _, _, name, layer in found if accepts(name, layer))
+    tried: dict[Any, Any] = {}
+    for layer in taken:  # before any is replaced, so that an error leaves the model as it was
+        check_wrappable(layer, options, tried)
     wrapped: dict[nn.Module, FP8Linear] = {}
-    for parent, child, name, layer in list(_linears(model)):
+    for parent, child, _, layer in found:
+        if layer not in taken:
+            continue
         if layer not in wrapped:
-            if not accepts(name, layer):
-                continue
             wrapped[layer] = FP8Linear.from_linear(layer, options=options)
             if options.materialize_fp8_on_wrap and layer.weight.is_cuda:
                 wrapped[layer].materialize_fp8_weight(layer.weight.device)
@@ -105,7 +118,13 @@ def fp8_linear_forward_many(linears: Sequence[FP8Linear], x: Tensor) -> tuple[Te
     """
     learned = (x, *(p for layer in linears for p in layer.parameters()))
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in learned)
-    if len(linears) < 2 or learns or not x.is_cuda or x.dtype not in _16_BITS:
+    if (
+        len(linears) < 2
+        or learns
+        or is_watched(*linears)
+        or not x.is_cuda
+        or x.dtype not in _16_BITS
+    ):
         return tuple(layer(x) for layer in linears)
     layers = [layer.fp8_layer(x.device) for layer in linears]
     codes = layers[0].quantize_input(x)
@@ -128,7 +147,8 @@ def _default_filter(model: nn.Module) -> ModuleFilter:
     roles, eligible = roles_by_name(names), Eligibility(model)
 
     def accepts(name: str, layer: nn.Module) -> bool:
-        too_small = size_obstacle(tuple(layer.get_parameter("weight").shape))
-        return name not in roles and eligible.of([name]) in ("", too_small)
+        assert isinstance(layer, nn.Linear)
+        size = (layer.out_features, layer.in_features)
+        return name not in roles and eligible.of([name]) in ("", size_obstacle(size))
 
     return accepts

@@ -16,6 +16,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fp8kit.formats import QTensor
 from fp8kit.runtime.weight_hazards import UNCOUNTED, version
 
+_transforms: Any = torch._C._functorch.peek_interpreter_stack  # not None within torch.func
+
 
 class _Known(NamedTuple):
     scale: Tensor
@@ -38,14 +40,23 @@ class KnownWeights:
         """
         if torch.compiler.is_compiling() or type(weight) not in (Tensor, torch.nn.Parameter):
             return make(weight, scale)
-        state = (version(weight), weight.data_ptr(), version(scale), scale.data_ptr())
-        if UNCOUNTED in (state[0], state[2]):  # made in inference mode: changes are not counted
+        learned = torch.is_grad_enabled() and (weight.requires_grad or scale.requires_grad)
+        if learned or _transforms() is not None:  # the core refuses the former's gradient
             return make(weight, scale)
+        counts = (version(weight), version(scale))
+        if UNCOUNTED in counts:  # made in inference mode: changes are not counted
+            return make(weight, scale)
+        state = (*counts, *_form(weight), *_form(scale))
         found: _Known | None = self._known.get(weight)  # type: ignore[no-untyped-call]
         if found is None or found.scale is not scale or found.state != state:
             found = _Known(scale, state, make(_alias(weight), scale.detach()))
             self._known[weight] = found
         return found.q
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what ``tensor.data = other`` may change without being counted."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _alias(weight: Tensor) -> Tensor:

@@ -15,13 +15,16 @@ from fp8kit.compat.known_weights import KnownWeights
 from fp8kit.compat.shapes import as_number, as_vector, check_view, with_scale, with_scale_as_stored
 from fp8kit.compat.w8a8 import scaled_fp8_quant
 from fp8kit.errors import InvalidValue
-from fp8kit.formats import FP8_FORMATS, ROW, SCHEMES, TENSOR, QTensor, Scheme
+from fp8kit.formats import FP8_FORMATS, ROW, TENSOR, QTensor, Scheme
 
-_DYNAMIC = {
-    (ROW, True): SCHEMES["FP8_DYNAMIC"],
-    (TENSOR, True): SCHEMES["FP8_TENSOR"],
-    (ROW, False): Scheme("FP8_ROW_BY_TENSOR", ROW, TENSOR),
-    (TENSOR, False): Scheme("FP8_TENSOR_BY_TENSOR", TENSOR, TENSOR),
+# how an input is quantized: per token as the core does, or per tensor
+_DYNAMIC: dict[tuple[Any, ...], Scheme | None] = {
+    (group, dtype, per_token): None
+    if per_token
+    else Scheme(f"FP8_{word}_BY_TENSOR", group, TENSOR, dtype=dtype)
+    for word, group in (("ROW", ROW), ("TENSOR", TENSOR))
+    for dtype in FP8_FORMATS
+    for per_token in (True, False)
 }
 
 
@@ -136,7 +139,7 @@ def compute(
     ``scale`` is a static input scale; without it, scales are dynamic, per token or per tensor, with
     ``bound`` above their amax. Each of the two is one number.
     """
-    scheme = None if scale is not None else _DYNAMIC[w_q.group, per_token]
+    scheme = None if scale is not None else _DYNAMIC[w_q.group, w_q.data.dtype, per_token]
     bound = None if bound is None or scale is not None else as_number(bound, x.device)
     scale = None if scale is None else as_number(scale, x.device)
     return functional.linear(

@@ -5,6 +5,8 @@ Source: ``server/lorax_server/layers/fp8.py`` and ``layers/linear.py`` of predib
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -97,7 +99,7 @@ class Fp8Linear(nn.Module):
         self.layer = core.Fp8Linear.from_quantized(
             w_q,
             as_vector(bias, w_q.shape[0]),
-            scheme=(_DYNAMIC if scale is None else _STATIC)[w_q.group],
+            scheme=replace((_DYNAMIC if scale is None else _STATIC)[w_q.group], dtype=self.dtype),
             input_scale=scale,
             dtype=torch.bfloat16 if bias is None else bias.dtype,
         )

@@ -140,7 +140,9 @@ class _OnlineMoEMethod(OnlineMethod):
 
         Raises:
             RuntimeError: if the weights were not processed yet.
-            TypeError: for an unknown option that is set.
+            TypeError: for an unknown option that is set, or logits without ``top_k``.
+            ValueError: if neither logits nor ids with weights are given, or groups are asked for
+                and not numbered.
         """
         check_options([n for n, v in words.items() if _is_set(v)], _WORDS)
         given = {n: getattr(layer, n) for n in _WORDS if hasattr(layer, n)}
@@ -152,8 +154,12 @@ class _OnlineMoEMethod(OnlineMethod):
         if router_logits is not None:
             ids, weights = _routed(x, router_logits, given)
         else:
-            assert isinstance(topk_ids, Tensor)
-            assert topk_weights is not None
+            if not isinstance(topk_ids, Tensor) or topk_weights is None:
+                raise InvalidValue(
+                    "Got neither topk_weights with topk_ids nor router_logits.",
+                    "Experts are given with their weights, or chosen from logits.",
+                    "Pass both of the router's results, or router_logits= and top_k=.",
+                )
             ids, weights = topk_ids, topk_weights
         y = experts(
             x,
@@ -264,16 +270,23 @@ def _is_set(value: Any) -> bool:
 
 def _routed(x: Tensor, logits: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Choose experts from the router's logits; return ids and weights."""
+    top_k: Any = given.get("top_k")  # route names what is missing
     scale = float(given.get("routed_scaling_factor") or 1.0)
     renormalize = bool(given.get("renormalize", True))
     custom = given.get("custom_routing_function")
     if custom is not None:
-        weights, ids = custom(x, logits, given["top_k"], renormalize)
+        weights, ids = custom(x, logits, top_k, renormalize)
         return ids, weights * scale
     grouped = given.get("use_grouped_topk", given.get("num_expert_group") is not None)
+    if grouped and given.get("num_expert_group") is None:
+        raise InvalidValue(
+            "Got use_grouped_topk without num_expert_group.",
+            "A token chooses its experts from topk_group of num_expert_group groups.",
+            "Pass both, or leave out use_grouped_topk.",
+        )
     return route(
         logits,
-        given["top_k"],
+        top_k,
         scoring=given.get("scoring_func", "softmax"),
         renormalize=renormalize,
         groups=given.get("num_expert_group") if grouped else None,

@@ -9,8 +9,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8kit.errors import InvalidValue
+from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import ROW, TENSOR, GroupShape, QTensor
+
+
+def check_scale(scale: Tensor | float) -> None:
+    """Raise ``TypeError`` for a tensor of integers: bytes of E8M0 are exponents, no numbers."""
+    if isinstance(scale, Tensor) and not scale.is_floating_point():
+        raise InvalidType(
+            f"Got a scale of dtype {scale.dtype} and shape {tuple(scale.shape)}.",
+            "A scale is a floating-point number, or one of float8_e8m0fnu.",
+            "View bytes of E8M0 as torch.float8_e8m0fnu; convert numbers by .float().",
+        )
+
+
+def as_scale(scale: Tensor | float, device: torch.device) -> Tensor:
+    """Return scales in fp32 on a device, in their shape, after ``check_scale``."""
+    check_scale(scale)
+    return torch.as_tensor(scale, dtype=torch.float32, device=device)
 
 
 def as_number(value: Tensor | float, device: torch.device) -> Tensor:
@@ -18,24 +34,24 @@ def as_number(value: Tensor | float, device: torch.device) -> Tensor:
 
     Raises ``ValueError`` if there are several numbers.
     """
-    found = torch.as_tensor(value, device=device)
+    found = as_scale(value, device)
     if found.numel() != 1:
         raise InvalidValue(
             f"Got a scale of shape {tuple(found.shape)} for a whole tensor.",
             "A static scale, and an upper bound, is one number.",
             "Leave it out for scales per token.",
         )
-    return found.float().reshape(1, 1)
+    return found.reshape(1, 1)
 
 
 def with_scale(codes: Tensor, scale: Tensor | float) -> QTensor:
     """Pair codes with a scale of any usual shape.
 
     Codes are FP8 ``[rows, K]``; the scale is one number for the tensor or one for each row, in any
-    float dtype. Raises ``TypeError`` if ``codes`` is not FP8, and ``ValueError`` if the scale has
-    another number of elements.
+    float dtype. Raises ``TypeError`` if ``codes`` is not FP8 or the scale no float, and
+    ``ValueError`` if the scale has another number of elements.
     """
-    scale = torch.as_tensor(scale, device=codes.device)
+    scale = as_scale(scale, codes.device)
     rows = codes.shape[0]
     if scale.numel() not in (1, rows) or codes.dim() != 2:
         raise InvalidValue(
@@ -44,7 +60,7 @@ def with_scale(codes: Tensor, scale: Tensor | float) -> QTensor:
             "Check the orientation of the matrix; scales per block go to fp8kit.linear.",
         )
     group: GroupShape = TENSOR if scale.numel() == 1 else ROW
-    return QTensor(codes, scale.float().reshape(-1, 1), group)
+    return QTensor(codes, scale.reshape(-1, 1), group)
 
 
 def check_view(weight: Tensor, k: int) -> None:

@@ -18,7 +18,15 @@ from fp8kit import functional
 from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.blocks import block_product
 from fp8kit.compat.capabilities import supports
-from fp8kit.compat.shapes import as_number, as_vector, check_view, stored, with_scale, written
+from fp8kit.compat.shapes import (
+    as_number,
+    as_scale,
+    as_vector,
+    check_view,
+    stored,
+    with_scale,
+    written,
+)
 from fp8kit.errors import InvalidValue
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
 from fp8kit.ops import validation
@@ -111,8 +119,9 @@ def scaled_fp8_quant(
         )
     dtype = output_dtype or torch.float8_e4m3fn
     if scale is not None:
-        given = torch.as_tensor(scale, device=input.device)
-        codes = _static(input, given, group_shape, dtype)
+        used = as_scale(scale, input.device)
+        given = scale.to(input.device) if isinstance(scale, Tensor) else used
+        codes = _static(input, used, group_shape, dtype)
     else:
         bound = None if scale_ub is None else as_number(scale_ub, input.device)
         group = ROW if use_per_token_if_dynamic else TENSOR
@@ -144,10 +153,6 @@ def _static(
     rows, cols = (-1, -1) if group_shape is None else group_shape
     if rows == cols == -1:
         return functional.quantize(x, TENSOR, dtype=dtype, scale=as_number(scale, x.device)).data
-    if rows == 1 and cols == MX.cols:
-        # the core has E8M0 bytes as scales of 32 columns: for floats, each group becomes a row
-        parts = _static(x.reshape(-1, cols), scale.reshape(-1, 1), (1, -1), dtype)
-        return parts.view(x.shape)
     group = fp8_formats.GroupShape(max(x.shape[0], 1) if rows == -1 else rows, cols)
     wanted = fp8_formats.scale_shape(x.shape, group)
     if scale.numel() != math.prod(wanted):
@@ -156,7 +161,12 @@ def _static(
             f"x {tuple(x.shape)} in groups {tuple(group_shape or ())} has {wanted} scales.",
             "Pass one number for each group.",
         )
-    return functional.quantize(x, group, dtype=dtype, scale=scale.float().reshape(wanted)).data
+    if group == MX:
+        # the core has E8M0 bytes as scales of 32 columns: for floats, each group becomes a row
+        padded = torch.nn.functional.pad(x, (0, wanted[1] * cols - x.shape[1]))
+        parts = _static(padded.reshape(-1, cols), scale.reshape(-1, 1), (1, -1), dtype)
+        return parts.view(padded.shape)[:, : x.shape[1]].contiguous()
+    return functional.quantize(x, group, dtype=dtype, scale=scale.reshape(wanted)).data
 
 
 @names_wrong_argument
@@ -194,8 +204,7 @@ def cutlass_scaled_mm(
     check_view(b, a.shape[-1])
     weight = stored(b)
     bias = as_vector(bias, weight.shape[0])
-    scale_a = torch.as_tensor(scale_a, device=a.device)
-    scale_b = torch.as_tensor(scale_b, device=b.device)
+    scale_a, scale_b = as_scale(scale_a, a.device), as_scale(scale_b, b.device)
     if _by_blocks(a, b, scale_a, scale_b):
         blocks = (weight, stored(scale_b))
         return block_product((a, scale_a), blocks, (BLOCK.rows, BLOCK.cols), out_dtype, bias)

@@ -9,12 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from fp8kit import functional
 from fp8kit.compat.arguments import names_wrong_argument
 from fp8kit.compat.shapes import with_scale
 from fp8kit.errors import InvalidType, InvalidValue, check_choice, check_switch, teach
 from fp8kit.formats import FLOATS, FP8_FORMATS, TENSOR
+from fp8kit.modules.dense import unlike_linear
+from fp8kit.modules.hooks import carry_hooks, is_replaced
 from fp8kit.modules.linear import Fp8Linear as Core
 from fp8kit.runtime.weight_hazards import UNCOUNTED, version
 
@@ -80,7 +83,7 @@ class FP8Linear(nn.Module):
         options: see ``FP8GemmOptions``.
 
     Raises:
-        TypeError: if ``linear`` is no ``nn.Linear``.
+        TypeError: if ``linear`` is no ``nn.Linear``, or computes something else.
         ValueError: if the options contradict each other.
 
     Example:
@@ -93,7 +96,8 @@ class FP8Linear(nn.Module):
     @names_wrong_argument
     def __init__(self, linear: nn.Linear, *, options: FP8GemmOptions = DEFAULT_OPTIONS) -> None:
         super().__init__()
-        _check(linear, options)
+        check_wrappable(linear, options)
+        carry_hooks(linear, self)
         self.options = options
         self.in_features, self.out_features = linear.in_features, linear.out_features
         keeps = options.fp16_weight_storage == "keep"
@@ -251,17 +255,14 @@ class FP8Linear(nn.Module):
                     "Use fp16_weight_storage='keep' or 'cpu_offload'.",
                 )
             )
-        if self.linear is not None and (weight.dtype, weight.device) == (x.dtype, x.device):
-            return self.linear(x)
         return F.linear(
             x, weight.to(x.device, x.dtype), None if bias is None else bias.to(x.device, x.dtype)
         )
 
     def _hold(self, layer: Core) -> None:
-        """Register the Parameters of an FP8 layer as this layer's own, too."""
+        """Register the Parameters of an FP8 layer as this layer's own, in one dictionary."""
         self.__dict__["_fp8"] = layer
-        for name in _HELD:
-            self._parameters[name] = layer._parameters.get(name)
+        self._parameters = layer._parameters  # so that it computes with what replaces one
 
     def _discarded(self) -> Core | None:
         """Return the FP8 layer if no dense weight is left; else ``None``."""
@@ -278,8 +279,7 @@ class FP8Linear(nn.Module):
             ):
                 self.invalidate_weight_cache()
             return self
-        for name in _HELD:
-            self._parameters.pop(name, None)
+        self._parameters = {}
         try:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
@@ -378,12 +378,24 @@ class FP8Linear(nn.Module):
             held.copy_(weight.detach())
 
 
-def _check(linear: nn.Module, options: FP8GemmOptions) -> None:
+def check_wrappable(
+    linear: nn.Module, options: FP8GemmOptions, tried: dict[Any, Any] | None = None
+) -> None:
+    """Refuse a layer for which ``FP8Linear`` cannot stand; ``tried`` as in ``unlike_linear``."""
     if not isinstance(linear, nn.Linear) or isinstance(linear, Core):
         raise InvalidType(
             f"Got {type(linear).__name__} to wrap.",
             "FP8Linear wraps an nn.Linear that is not FP8 yet.",
             "Leave other modules out with module_filter.",
+        )
+    differs = "has another forward" if is_replaced(linear) else unlike_linear(linear, tried)
+    if "weight" not in linear._parameters and not parametrize.is_parametrized(linear):
+        differs = "computes its weight in a hook"
+    if differs:
+        raise InvalidType(
+            f"Got a {type(linear).__name__} that {differs}.",
+            "FP8Linear multiplies by a weight and adds a bias.",
+            "Leave it out with module_filter; remove pruning or weight_norm first.",
         )
     if linear.weight.is_meta and options.fp16_weight_storage != "keep":
         raise InvalidValue(

@@ -22,7 +22,7 @@ from fp8kit.checkpoint.loading.merged_weights import (
     rows_of,
 )
 from fp8kit.checkpoint.loading.partial_tensors import Partials
-from fp8kit.checkpoint.schema.decoding import cast_numbers
+from fp8kit.checkpoint.schema.decoding import cast_numbers, check_cast, same_bytes
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.merged_names import SCALES, Route, Shapes, find
 from fp8kit.checkpoint.schema.naming import layer_and_kind, named
@@ -330,7 +330,8 @@ class Placement:
             value = cast_numbers(name, value, self._dtype)
         self._check_unmerged(owner, key)
         held, shape = getattr(module, key), self.shapes[name]
-        _check_cast(name, value, held.dtype)
+        check_cast(name, value, held.dtype)
+        _refuse_numbers(name, value, module, key)
         if held.is_floating_point() and not value.is_floating_point():
             value = value.to(self._dtype or held.dtype)  # as load_state_dict does
         if not self._owned and value.is_floating_point():
@@ -403,7 +404,7 @@ def _substitute(module: nn.Module, key: str, value: Tensor) -> Tensor:
 
 def _check_tied(first: str, second: str, held: Tensor, value: Tensor) -> None:
     """Refuse different tensors for two names that the model ties."""
-    if not _same_bytes(held, value.to(held.dtype)):
+    if not same_bytes(held, value.to(held.dtype)):
         raise CheckpointError(
             f"{first} and {second} differ, and the model ties them: they are one tensor.",
             "What is loaded under either name is the same.",
@@ -411,20 +412,12 @@ def _check_tied(first: str, second: str, held: Tensor, value: Tensor) -> None:
         )
 
 
-def _check_cast(name: str, value: Tensor, dtype: torch.dtype) -> None:
-    """Refuse numbers that a cast to integers, or to real numbers, would change."""
-    if torch.can_cast(value.dtype, dtype):
-        return
-    if value.is_complex() or not _same_bytes(value.to(dtype).to(value.dtype), value):
+def _refuse_numbers(name: str, value: Tensor, module: nn.Module, key: str) -> None:
+    """Refuse numbers for codes of a module that holds their scales and is not fp8kit's own."""
+    scales = {f"{key}_scale", f"{key}_scale_inv"} & {*module._parameters, *module._buffers}
+    if scales and getattr(module, key).dtype in FP8_FORMATS and value.dtype not in FP8_FORMATS:
         raise CheckpointError(
-            f"{name} has numbers of {value.dtype} that {dtype} cannot hold.",
-            f"The model holds it as {dtype}.",
-            f"Build the model with a tensor of {value.dtype}.",
+            f"{name} has numbers of {value.dtype}, and {type(module).__name__} holds codes there.",
+            "Only weights of fp8kit.Fp8Linear and of its experts are quantized while they arrive.",
+            "Use model.load_state_dict, or the module's weight_loader.",
         )
-
-
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Compare bits, because NaN is not equal to NaN."""
-    return a.shape == b.shape and torch.equal(
-        *(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    )

@@ -126,6 +126,25 @@ def cast_numbers(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     return found
 
 
+def check_cast(name: str, value: Tensor, dtype: torch.dtype) -> None:
+    """Refuse numbers that a cast to integers, or to real numbers, would change."""
+    if torch.can_cast(value.dtype, dtype):
+        return
+    if value.is_complex() or not same_bytes(value.to(dtype).to(value.dtype), value):
+        raise CheckpointError(
+            f"{name} has numbers of {value.dtype} that {dtype} cannot hold.",
+            f"The model holds it as {dtype}.",
+            f"Build the model with a tensor of {value.dtype}.",
+        )
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Compare bits, because NaN is not equal to NaN."""
+    return a.shape == b.shape and torch.equal(
+        *(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    )
+
+
 def beyond_fp16(names_have: str) -> CheckpointError:
     """Return the error for numbers that fp16 makes infinite; ``names_have`` begins its text."""
     return CheckpointError(
