@@ -229,6 +229,30 @@ def test_a_layer_whose_weight_a_buffer_shows_is_loaded_dense(tmp_path: Path) -> 
     assert not fp8kit.plan(model).report.converted
 
 
+class Attending(nn.Module):
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.fc = attention, nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.attention(x, x, x)[0])
+
+
+def test_what_attention_of_torch_multiplies_itself_is_loaded_dense(tmp_path: Path) -> None:
+    attention = nn.Module()  # as a checkpoint has it that was quantized by names
+    attention.out_proj = nn.Linear(128, 128)
+    layers = Attending(attention)
+    assert len(fp8kit.convert(layers).converted) == 2
+    fp8kit.save(layers, tmp_path / "fp8")
+    model = Attending(nn.MultiheadAttention(128, 2, batch_first=True))
+    with pytest.warns(UserWarning, match=r"attention.out_proj: nn.MultiheadAttention multiplies"):
+        fp8kit.load(tmp_path / "fp8", model, missing=["attention"])
+    assert type(model.fc) is fp8kit.Fp8Linear
+    weight = attention.out_proj.to_linear().weight
+    assert_bits_equal(model.get_submodule("attention.out_proj").weight, weight)
+    assert model(torch.randn(2, 3, 128)).isfinite().all()
+
+
 def test_a_method_that_is_held_out_of_sight_raises() -> None:
     model = Listing("list")
     forward = model.proj.forward
