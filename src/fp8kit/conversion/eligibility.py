@@ -195,6 +195,15 @@ def _of_state(module: nn.Module) -> str:
         return "its weight is parametrized; remove the parametrization first"
     if "weight" not in module._parameters or vars(module).get("bias") is not None:
         return "its weight or bias is computed by a hook; remove weight_norm or pruning first"
+    return _of_call(module)
+
+
+def of_instance(layer: nn.Module) -> str:
+    """Return why what other code has set on a layer forbids that it becomes FP8, or nothing."""
+    return _of_call(layer) or _of_names_taken(layer)
+
+
+def _of_call(module: nn.Module) -> str:
     if hasattr(module, "_hf_hook"):
         return _DISPATCHED
     return "its forward was replaced on the instance" if is_replaced(module) else ""

@@ -204,6 +204,29 @@ def test_a_tensor_that_lies_behind_a_weight_may_be_held() -> None:
     assert len(fp8kit.convert(model).converted) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("forward", "its forward was replaced on the instance"),
+        ("scheme", "it has scheme of its own, and an FP8 layer too"),
+    ],
+)
+def test_what_was_set_on_a_layer_is_not_lost_when_it_is_loaded(
+    name: str, reason: str, tmp_path: Path
+) -> None:
+    layers = nn.ModuleDict({"fc": nn.Linear(128, 128)})
+    fp8kit.convert(layers)
+    fp8kit.save(layers, tmp_path / "fp8")
+    model, x = nn.ModuleDict({"fc": nn.Linear(128, 128)}), torch.randn(3, 128)
+    plain = model["fc"].forward
+    held = lambda x: 2 * plain(x)  # noqa: E731
+    setattr(model["fc"], name, held)
+    with pytest.warns(UserWarning, match=f"fc: {reason}"):
+        fp8kit.load(tmp_path / "fp8", model)
+    assert vars(model["fc"])[name] is held
+    assert torch.equal(held(x), 2 * layers["fc"].to_linear()(x))
+
+
 class Mirrored(nn.Module):
     """Multiplies by a weight in its layer, and again outside the layer."""
 

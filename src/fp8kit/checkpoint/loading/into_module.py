@@ -25,6 +25,7 @@ from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion import fusion
 from fp8kit.conversion import siblings as conversion_siblings
+from fp8kit.conversion.eligibility import of_instance
 from fp8kit.conversion.experts import stacks_of
 from fp8kit.conversion.patterns import LayerFilter
 from fp8kit.conversion.plan import plan, refuse_lazy, refuse_static, warn_of_nothing
@@ -230,9 +231,10 @@ def _layers_on_disk(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype
             module = modules.get(target)
             if not isinstance(module, nn.Linear):
                 continue  # an embedding, say, or renamed by a hook of state_dict: decoded
-            foreign = module in read and not isinstance(module, Fp8Linear)
+            own = isinstance(module, Fp8Linear)
+            foreign = "" if own else read.get(module, "") or of_instance(module)
             if foreign and module.weight.dtype not in FP8_FORMATS:
-                found.read[target] = read[module]  # that code would take codes for numbers: decoded
+                found.read[target] = foreign  # other code would not run, or take codes for numbers
                 continue
             if isinstance(module, Fp8Linear):
                 stored, joined = module.scheme.stored, len(route.sources) > 1
@@ -241,7 +243,6 @@ def _layers_on_disk(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype
                 if not checkpoint.names_schemes and holds(stored, scheme):
                     continue
             if isinstance(module, Fp8Linear) or foreign or unlike_linear(module) or not target:
-                own = isinstance(module, Fp8Linear)
                 held = module.scheme if own else f"({module.weight.dtype})"
                 kind = f"{type(module).__name__} {held}"
                 raise other_scheme(target or "The model itself", scheme, kind)
