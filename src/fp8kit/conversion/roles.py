@@ -104,7 +104,9 @@ def _after_sines(module: nn.Module) -> Iterator[str]:
 
     Denoisers of speech name the sines ``diffusion_embedding``, and these layers only ``mlp``.
     """
-    for (before, sines), (name, mlp) in itertools.pairwise(module.named_children()):
+    # named_children hashes its modules, which proxies do not allow
+    children = ((n, m) for n, m in module._modules.items() if m is not None)
+    for (before, sines), (name, mlp) in itertools.pairwise(children):
         if type(mlp) is not nn.Sequential or roles_by_name([before]).get(before) != _TIME:
             continue
         two = [isinstance(step, nn.Linear) for step in mlp] == [True, False, True]
