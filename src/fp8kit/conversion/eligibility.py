@@ -99,10 +99,8 @@ class Eligibility:
         module = self._model.get_submodule(names[0])
         if isinstance(module, ExpertTensors):
             return ALREADY
-        if is_replaced(module):
-            return "its forward was replaced on the instance"
-        if hasattr(module, "_hf_hook"):
-            return _DISPATCHED
+        if reason := of_call(module):
+            return reason
         if module in self._offloaded:
             return _OFFLOADED
         if parametrize.is_parametrized(module):
@@ -195,15 +193,16 @@ def _of_state(module: nn.Module) -> str:
         return "its weight is parametrized; remove the parametrization first"
     if "weight" not in module._parameters or vars(module).get("bias") is not None:
         return "its weight or bias is computed by a hook; remove weight_norm or pruning first"
-    return _of_call(module)
+    return of_call(module)
 
 
 def of_instance(layer: nn.Module) -> str:
     """Return why what other code has set on a layer forbids that it becomes FP8, or nothing."""
-    return _of_call(layer) or _of_names_taken(layer)
+    return of_call(layer) or _of_names_taken(layer)
 
 
-def _of_call(module: nn.Module) -> str:
+def of_call(module: nn.Module) -> str:
+    """Return which other code than its class's runs a layer or experts, as a reason, or nothing."""
     if hasattr(module, "_hf_hook"):
         return _DISPATCHED
     return "its forward was replaced on the instance" if is_replaced(module) else ""

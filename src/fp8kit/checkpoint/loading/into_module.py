@@ -25,7 +25,7 @@ from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion import fusion
 from fp8kit.conversion import siblings as conversion_siblings
-from fp8kit.conversion.eligibility import of_instance
+from fp8kit.conversion.eligibility import of_call, of_instance
 from fp8kit.conversion.experts import stacks_of
 from fp8kit.conversion.patterns import LayerFilter
 from fp8kit.conversion.plan import plan, refuse_lazy, refuse_static, warn_of_nothing
@@ -58,8 +58,8 @@ class Filled:
     """What to know about a load.
 
     ``unused`` names tensors that the model does not use, ``decoded`` layers that are FP8 in the
-    checkpoint and dense in the model; ``read`` has the reason for those that stay dense because
-    code reads their weight; ``told`` has further sentences.
+    checkpoint and dense in the model; ``read`` is as in ``NewLayers``; ``told`` has further
+    sentences.
     """
 
     unused: list[str] = field(default_factory=list)
@@ -217,8 +217,12 @@ def _layers_on_disk(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype
     for name, module in modules.items():
         names[module].append(name)
     shapes = shapes_of(expected_state(model, found))
-    found.experts = experts_in_checkpoint(model, checkpoint, shapes)
     read = read_elsewhere(model) if checkpoint.layers else {}
+    for name, experts in experts_in_checkpoint(model, checkpoint, shapes).items():
+        if reason := read.get(modules[name], "") or of_call(modules[name]):
+            found.read[name] = reason  # decoded, as layers below
+        else:
+            found.experts[name] = experts
     for name, source in checkpoint.layers.items():
         route = find(name, "weight", shapes)
         if route is None or route.expert is not None or source.weight == name:
