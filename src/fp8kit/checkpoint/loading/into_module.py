@@ -31,7 +31,7 @@ from fp8kit.conversion.patterns import LayerFilter
 from fp8kit.conversion.plan import plan, refuse_lazy, refuse_static, warn_of_nothing
 from fp8kit.conversion.readers.held import read_elsewhere
 from fp8kit.conversion.replacement import refuse_empty_weights
-from fp8kit.conversion.report import Report
+from fp8kit.conversion.report import Report, tied_to
 from fp8kit.errors import CheckpointError, some_of
 from fp8kit.formats import FP8_FORMATS, Scheme
 from fp8kit.modules import mx_forms
@@ -216,7 +216,8 @@ def _layers_on_disk(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype
     names: dict[nn.Module, list[str]] = defaultdict(list)
     for name, module in modules.items():
         names[module].append(name)
-    shapes = shapes_of(expected_state(model, found))
+    state = expected_state(model, found)
+    shapes, tied = shapes_of(state), {name: group for group in ties(state) for name in group}
     read = read_elsewhere(model) if checkpoint.layers else {}
     for name, experts in experts_in_checkpoint(model, checkpoint, shapes).items():
         if reason := read.get(modules[name], "") or of_call(modules[name]):
@@ -237,6 +238,10 @@ def _layers_on_disk(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype
                 continue  # an embedding, say, or renamed by a hook of state_dict: decoded
             own = isinstance(module, Fp8Linear)
             foreign = "" if own else read.get(module, "") or of_instance(module)
+            aliases = {named(alias, "weight") for alias in names[module]}
+            others = (n for n in tied.get(named(target, "weight"), ()) if n not in aliases)
+            if not own and (absent := [n for n in others if n not in checkpoint.tensors]):
+                foreign = tied_to(absent[0])  # which would be without a weight
             if foreign and module.weight.dtype not in FP8_FORMATS:
                 found.read[target] = foreign  # other code would not run, or take codes for numbers
                 continue
