@@ -209,6 +209,7 @@ def test_names_are_compared_by_whole_components(name: str) -> None:
         ("joiner.output_linear", "output head"),
         ("output_layer", "output head"),
         ("head.2", "output head"),
+        ("head_dist.l", "output head"),
         ("predictor", "output head"),
         ("blocks.0.emb_layers.1", "modulation"),
         ("down.0.block.0.temb_proj", "time embedding"),
@@ -294,6 +295,15 @@ def test_heads_and_modulations_of_ones_own_code_by_structure() -> None:
     assert layer_roles(tied) == found
     parts = {"position_embedding": nn.Embedding(256, 128), "fc1": nn.Linear(128, 256)}
     assert layer_roles(nn.ModuleDict(parts)) == {}
+
+
+@pytest.mark.parametrize("name", ["AdaptiveLogSoftmaxWithLoss", "AdaptiveSoftmax"])
+def test_all_parts_of_an_adaptive_softmax_are_the_head(name: str) -> None:
+    kind = type(name, (nn.AdaptiveLogSoftmaxWithLoss,), {})
+    model = nn.ModuleDict({"up": nn.Linear(128, 256), "out": kind(128, 500, [200])})
+    assert layer_roles(model) == dict.fromkeys(
+        ["out.head", "out.tail.0.0", "out.tail.0.1"], "output head"
+    )
 
 
 class Steps(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import warnings
 from pathlib import Path
@@ -108,6 +109,31 @@ def test_files_that_name_no_scheme_have_that_of_the_model(
     save_file(source.state_dict(), tmp_path / SHARD)
     fp8kit.load(tmp_path, model)
     assert_same(model, source)
+
+
+class Reading(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.experts.gate_up_proj[0].T  # type: ignore[operator,index]
+
+
+@pytest.mark.parametrize("reason", ["its forward was replaced", "Reading.forward reads its weight"])
+def test_experts_that_other_code_runs_or_reads_are_loaded_dense(
+    reason: str, tmp_path: Path
+) -> None:
+    source, model = dense(), dense(seed=1)
+    fp8kit.convert(source)
+    fp8kit.save(source, tmp_path / "fp8")
+    if reason.startswith("Reading"):
+        model.__class__ = Reading
+    else:
+        model.experts.forward = functools.partial(model.experts.forward)  # type: ignore
+    with pytest.warns(UserWarning, match=f"experts: {reason}"):
+        fp8kit.load(tmp_path / "fp8", model)
+    assert type(model.experts) is MixtralExperts
+    for name in ("gate_up_proj", "down_proj"):
+        decoded = fp8kit.dequantize(source.experts.quantized(name), torch.bfloat16)  # type: ignore
+        assert_bits_equal(model.experts.get_parameter(name), decoded)
+    model(torch.randn(5, 128).bfloat16())
 
 
 def test_two_scales_of_a_matrix_are_not_one(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from fp8kit.errors import CheckpointError, ConversionError
 from fp8kit.formats import ROW, Scheme
 from fp8kit.io.models import load, save
 from fp8kit.modules.linear import Fp8Linear
-from numerics import assert_bits_equal, assert_same_tensors
+from numerics import assert_bits_equal, assert_same_tensors, relative_error
 
 IDS = torch.arange(97).view(1, -1)
 SCHEMES = ("FP8", "FP8_DYNAMIC", "FP8_TENSOR", "FP8_WEIGHT_ONLY")
@@ -107,6 +107,25 @@ def test_a_model_from_no_directory_brings_no_files_of_the_working_directory(
     fp8kit.convert(model)
     save(model, tmp_path / "c")
     assert not (tmp_path / "c" / "tokenizer.json").exists()
+
+
+def test_a_layer_is_loaded_dense_whose_weight_another_needs(tmp_path: Path) -> None:
+    def tied() -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(3)))
+        model[1].weight = model[0].weight
+        return model
+
+    source, model = tied(), tied()
+    (tmp_path / "dense").mkdir()
+    state = {name: t for name, t in source.state_dict().items() if not name.startswith("1.")}
+    save_file(state, tmp_path / "dense" / "model.safetensors")
+    fp8kit.quantize_checkpoint(tmp_path / "dense", tmp_path / "fp8")
+    with pytest.warns(UserWarning, match=r"0: its weight is tied to 1\.weight"):
+        load(tmp_path / "fp8", model)
+    first, second, third = model
+    assert first.weight is second.weight
+    assert type(third) is Fp8Linear
+    assert relative_error(first.weight, source[0].weight) < 0.05
 
 
 def test_a_tied_tensor_is_written_once(tmp_path: Path) -> None:

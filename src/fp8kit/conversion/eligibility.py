@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-import types
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8kit.conversion.patterns import SMALLEST_WEIGHT, size_obstacle
 from fp8kit.conversion.readers.held import addresses, read_elsewhere
-from fp8kit.conversion.readers.source import names_in
 from fp8kit.conversion.report import ALREADY, TIED, Record
 from fp8kit.errors import some_of
 from fp8kit.formats import FLOATS
@@ -46,11 +43,6 @@ _PARTITIONED = (
     "DeepSpeed's ZeRO 3 has split its weight; convert the model within "
     "deepspeed.zero.GatheredParameters, before deepspeed.initialize"
 )
-# modules of torch that read the weights of their layers without calling the layers
-_READERS: dict[type[nn.Module], str] = {
-    nn.MultiheadAttention: "multiplies by the weight itself, in one function for all of attention",
-    nn.TransformerEncoderLayer: "has a fast path that reads the dense weight itself",
-}
 
 
 class Eligibility:
@@ -74,10 +66,8 @@ class Eligibility:
         engines run it as one matrix with a layer that becomes FP8.
         """
         module = self._model.get_submodule(names[0])
-        holders = {n: self._model.get_submodule(n.rpartition(".")[0]) for n in names}
         return (
             _of_state(module)
-            or _of_holder(holders.values())
             or self._of_class(module, wanted)
             or self._of_names(names)
             or (_OFFLOADED if module in self._offloaded else "")
@@ -109,10 +99,8 @@ class Eligibility:
         module = self._model.get_submodule(names[0])
         if isinstance(module, ExpertTensors):
             return ALREADY
-        if is_replaced(module):
-            return "its forward was replaced on the instance"
-        if hasattr(module, "_hf_hook"):
-            return _DISPATCHED
+        if reason := of_call(module):
+            return reason
         if module in self._offloaded:
             return _OFFLOADED
         if parametrize.is_parametrized(module):
@@ -205,6 +193,16 @@ def _of_state(module: nn.Module) -> str:
         return "its weight is parametrized; remove the parametrization first"
     if "weight" not in module._parameters or vars(module).get("bias") is not None:
         return "its weight or bias is computed by a hook; remove weight_norm or pruning first"
+    return of_call(module)
+
+
+def of_instance(layer: nn.Module) -> str:
+    """Return why what other code has set on a layer forbids that it becomes FP8, or nothing."""
+    return of_call(layer) or _of_names_taken(layer)
+
+
+def of_call(module: nn.Module) -> str:
+    """Return which other code than its class's runs a layer or experts, as a reason, or nothing."""
     if hasattr(module, "_hf_hook"):
         return _DISPATCHED
     return "its forward was replaced on the instance" if is_replaced(module) else ""
@@ -217,22 +215,6 @@ def _of_names_taken(module: nn.Module) -> str:
     # methods set on the instance; FP8 layers print themselves, and is_replaced looks at forward
     taken |= vars(module).keys() & set(dir(nn.Linear)) - {"extra_repr", "forward"}
     return f"it has {some_of(sorted(taken))} of its own, and an FP8 layer too" if taken else ""
-
-
-def _of_holder(holders: Iterable[nn.Module]) -> str:
-    for holder in holders:
-        for kind, reads in _READERS.items():
-            if isinstance(holder, kind) and _runs_forward_of(kind, type(holder)):
-                return f"nn.{kind.__name__} {reads}"
-    return ""
-
-
-def _runs_forward_of(kind: type, cls: type) -> bool:
-    """Return whether subclass ``cls`` may run the ``forward`` of ``kind``, as far as names tell."""
-    below = [vars(c) for c in cls.__mro__[: cls.__mro__.index(kind)]]
-    functions = (f for held in below for f in held.values() if isinstance(f, types.FunctionType))
-    named = any("forward" in names_in(inspect.unwrap(f).__code__) for f in functions)
-    return named or not any("forward" in held for held in below)
 
 
 def _kept_in_float32(model: nn.Module) -> set[re.Pattern[str]]:

@@ -27,7 +27,7 @@ _PROTECTED = (
         r"(mlp|linear|logits?)_head|output_head|logits_dense|score|"
         r"embed_out|lm_loss|qa_outputs|cls_score|(\w+_)?class_embed|(enc|dec)_score_head|cls_branches|"
         r"bbox_pred|aux_head|aux\d|AuxLogits|"
-        r"predictions\.decoder|pred_layer\.proj|heads?\.(head|fc|linear)|joint\.head|"
+        r"predictions\.decoder|pred_layer\.proj|heads?(_dist)?\.(head|fc|linear|l)|joint\.head|"
         r"downstream_head\d|"
         # of speech recognition
         r"ctc_(lo|lin|output)|(\w+_)?decoder\.output_layer|joiner\.output_linear",

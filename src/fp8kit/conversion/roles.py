@@ -39,6 +39,8 @@ _CONDITIONED = re.compile(
     r"Ada(ptive)?_?(Layer|RMS|Group|Instance)?_?(Norm|Scale)|Ada[LIG]N|FiLM|"
     r"Mapping(Net|FeedForward)|TimestepBlock$"
 )
+# classes, in any code, that cut an output head into parts, the rarer words with fewer columns
+_CUT_HEAD = re.compile(r"Adaptive(Log)?Softmax(WithLoss)?$")
 _TIMED = re.compile(r"Time([sS]teps?)?(?!Series)([A-Z]\w*)?Embed(d(ing|er))?s?(ND)?_?$")
 # names of the first and last layers of a diffusers model; inside its blocks they mean other layers
 _ENDS = (
@@ -72,6 +74,8 @@ def layer_roles(model: nn.Module) -> dict[str, str]:
             _assign(found, linears, name, _TIME)
         for path in _after_sines(module):
             _assign(found, linears, _joined(name, path), _TIME)
+        if _CUT_HEAD.search(type(module).__name__):
+            _assign(found, linears, name, _HEAD)
     for name, module in _outermost(model):
         for path, _ in module.named_modules():
             for pattern, role in _ENDS:
@@ -100,7 +104,9 @@ def _after_sines(module: nn.Module) -> Iterator[str]:
 
     Denoisers of speech name the sines ``diffusion_embedding``, and these layers only ``mlp``.
     """
-    for (before, sines), (name, mlp) in itertools.pairwise(module.named_children()):
+    # named_children hashes its modules, which proxies do not allow
+    children = ((n, m) for n, m in module._modules.items() if m is not None)
+    for (before, sines), (name, mlp) in itertools.pairwise(children):
         if type(mlp) is not nn.Sequential or roles_by_name([before]).get(before) != _TIME:
             continue
         two = [isinstance(step, nn.Linear) for step in mlp] == [True, False, True]

@@ -83,6 +83,14 @@ def test_transposed_layers_of_gpt2_stay() -> None:
     assert decided(checkpoint({"model_type": "starcoder2"}, **shapes))["h.0.attn.c_attn"] == ""
 
 
+@pytest.mark.parametrize("beside", ["in_proj_weight", "q_proj_weight"])
+def test_what_attention_of_torch_multiplies_itself_stays(beside: str) -> None:
+    shapes = {f"h__0__{beside}": (384, 128), "h__0__out_proj__weight": (128, 128)}
+    found = decided(checkpoint(**shapes, h__1__out_proj__weight=(128, 128)))
+    assert "nn.MultiheadAttention" in found["h.0.out_proj"]
+    assert found["h.1.out_proj"] == ""
+
+
 def test_every_unquantized_matrix_is_ignored_by_name() -> None:
     found = checkpoint(**COMMON)
     choice = select_layers(found, Recipe(), facts_by_name(found))

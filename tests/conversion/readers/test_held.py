@@ -204,6 +204,29 @@ def test_a_tensor_that_lies_behind_a_weight_may_be_held() -> None:
     assert len(fp8kit.convert(model).converted) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("forward", "its forward was replaced on the instance"),
+        ("scheme", "it has scheme of its own, and an FP8 layer too"),
+    ],
+)
+def test_what_was_set_on_a_layer_is_not_lost_when_it_is_loaded(
+    name: str, reason: str, tmp_path: Path
+) -> None:
+    layers = nn.ModuleDict({"fc": nn.Linear(128, 128)})
+    fp8kit.convert(layers)
+    fp8kit.save(layers, tmp_path / "fp8")
+    model, x = nn.ModuleDict({"fc": nn.Linear(128, 128)}), torch.randn(3, 128)
+    plain = model["fc"].forward
+    held = lambda x: 2 * plain(x)  # noqa: E731
+    setattr(model["fc"], name, held)
+    with pytest.warns(UserWarning, match=f"fc: {reason}"):
+        fp8kit.load(tmp_path / "fp8", model)
+    assert vars(model["fc"])[name] is held
+    assert torch.equal(held(x), 2 * layers["fc"].to_linear()(x))
+
+
 class Mirrored(nn.Module):
     """Multiplies by a weight in its layer, and again outside the layer."""
 
@@ -227,6 +250,30 @@ def test_a_layer_whose_weight_a_buffer_shows_is_loaded_dense(tmp_path: Path) -> 
     assert_bits_equal(model.proj.weight, weight)
     assert torch.equal(model(x), model.proj(x) @ weight.t())
     assert not fp8kit.plan(model).report.converted
+
+
+class Attending(nn.Module):
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.fc = attention, nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.attention(x, x, x)[0])
+
+
+def test_what_attention_of_torch_multiplies_itself_is_loaded_dense(tmp_path: Path) -> None:
+    attention = nn.Module()  # as a checkpoint has it that was quantized by names
+    attention.out_proj = nn.Linear(128, 128)
+    layers = Attending(attention)
+    assert len(fp8kit.convert(layers).converted) == 2
+    fp8kit.save(layers, tmp_path / "fp8")
+    model = Attending(nn.MultiheadAttention(128, 2, batch_first=True))
+    with pytest.warns(UserWarning, match=r"attention.out_proj: nn.MultiheadAttention multiplies"):
+        fp8kit.load(tmp_path / "fp8", model, missing=["attention"])
+    assert type(model.fc) is fp8kit.Fp8Linear
+    weight = attention.out_proj.to_linear().weight
+    assert_bits_equal(model.get_submodule("attention.out_proj").weight, weight)
+    assert model(torch.randn(2, 3, 128)).isfinite().all()
 
 
 def test_a_method_that_is_held_out_of_sight_raises() -> None:

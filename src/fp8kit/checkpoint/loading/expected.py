@@ -26,7 +26,8 @@ from fp8kit.modules.linear import Fp8Linear
 class NewLayers:
     """New FP8 layers by every name they will have, and the layers that share an input.
 
-    ``read`` names layers that stay dense because code reads their weight, each with the reason.
+    ``read`` names layers and experts that stay dense because other code reads their weight or runs
+    in place of their own, each with the reason.
     """
 
     made: dict[str, Fp8Linear] = field(default_factory=dict)

@@ -25,12 +25,13 @@ from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion import fusion
 from fp8kit.conversion import siblings as conversion_siblings
+from fp8kit.conversion.eligibility import of_call, of_instance
 from fp8kit.conversion.experts import stacks_of
 from fp8kit.conversion.patterns import LayerFilter
 from fp8kit.conversion.plan import plan, refuse_lazy, refuse_static, warn_of_nothing
 from fp8kit.conversion.readers.held import read_elsewhere
 from fp8kit.conversion.replacement import refuse_empty_weights
-from fp8kit.conversion.report import Report
+from fp8kit.conversion.report import Report, tied_to
 from fp8kit.errors import CheckpointError, some_of
 from fp8kit.formats import FP8_FORMATS, Scheme
 from fp8kit.modules import mx_forms
@@ -57,8 +58,8 @@ class Filled:
     """What to know about a load.
 
     ``unused`` names tensors that the model does not use, ``decoded`` layers that are FP8 in the
-    checkpoint and dense in the model; ``read`` has the reason for those that stay dense because
-    code reads their weight; ``told`` has further sentences.
+    checkpoint and dense in the model; ``read`` is as in ``NewLayers``; ``told`` has further
+    sentences.
     """
 
     unused: list[str] = field(default_factory=list)
@@ -215,9 +216,14 @@ def _layers_on_disk(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype
     names: dict[nn.Module, list[str]] = defaultdict(list)
     for name, module in modules.items():
         names[module].append(name)
-    shapes = shapes_of(expected_state(model, found))
-    found.experts = experts_in_checkpoint(model, checkpoint, shapes)
+    state = expected_state(model, found)
+    shapes, tied = shapes_of(state), {name: group for group in ties(state) for name in group}
     read = read_elsewhere(model) if checkpoint.layers else {}
+    for name, experts in experts_in_checkpoint(model, checkpoint, shapes).items():
+        if reason := read.get(modules[name], "") or of_call(modules[name]):
+            found.read[name] = reason  # decoded, as layers below
+        else:
+            found.experts[name] = experts
     for name, source in checkpoint.layers.items():
         route = find(name, "weight", shapes)
         if route is None or route.expert is not None or source.weight == name:
@@ -230,9 +236,14 @@ def _layers_on_disk(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype
             module = modules.get(target)
             if not isinstance(module, nn.Linear):
                 continue  # an embedding, say, or renamed by a hook of state_dict: decoded
-            foreign = module in read and not isinstance(module, Fp8Linear)
+            own = isinstance(module, Fp8Linear)
+            foreign = "" if own else read.get(module, "") or of_instance(module)
+            aliases = {named(alias, "weight") for alias in names[module]}
+            others = (n for n in tied.get(named(target, "weight"), ()) if n not in aliases)
+            if not own and (absent := [n for n in others if n not in checkpoint.tensors]):
+                foreign = tied_to(absent[0])  # which would be without a weight
             if foreign and module.weight.dtype not in FP8_FORMATS:
-                found.read[target] = read[module]  # that code would take codes for numbers: decoded
+                found.read[target] = foreign  # other code would not run, or take codes for numbers
                 continue
             if isinstance(module, Fp8Linear):
                 stored, joined = module.scheme.stored, len(route.sources) > 1
@@ -241,7 +252,6 @@ def _layers_on_disk(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype
                 if not checkpoint.names_schemes and holds(stored, scheme):
                     continue
             if isinstance(module, Fp8Linear) or foreign or unlike_linear(module) or not target:
-                own = isinstance(module, Fp8Linear)
                 held = module.scheme if own else f"({module.weight.dtype})"
                 kind = f"{type(module).__name__} {held}"
                 raise other_scheme(target or "The model itself", scheme, kind)

@@ -303,7 +303,8 @@ def _check_experts(
             raise CheckpointError(
                 f"{experts[0]} is FP8 and {name} is {left[name]}.",
                 f"{target} stacks all experts of a layer into one of one kind.",
-                "Include or exclude all experts of a layer together.",
+                "Include or exclude all experts of a layer together, or save for "
+                "target='transformers'; fp8kit.plan gives the reason of each layer.",
             )
     kind = _LOADED.get((scheme.weight, scheme.activation))
     if experts and kind != "experts" and dialect is not AUTOFP8:

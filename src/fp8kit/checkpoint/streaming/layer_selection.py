@@ -32,6 +32,7 @@ _EMBEDDING = re.compile(
 # GPT-2 and similar models hold these as [K, N] in Conv1D of Transformers
 _CONV1D = ("c_attn", "c_proj", "c_fc", "q_attn")
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
+_OF_ATTENTION = "a layer of nn.MultiheadAttention, which multiplies by the weight itself"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +90,10 @@ def facts_by_name(checkpoint: Checkpoint) -> Facts:
     conv1d = checkpoint.config.get("model_type") in _CONV1D_MODELS
     for name, info in checkpoint.tensors.items():
         layer, _, kind = name.rpartition(".")
-        last = layer.rpartition(".")[2]
+        parent, dot, last = layer.rpartition(".")
         if kind != "weight" or len(info.shape) != 2 or _EXPERT.match(layer):
             continue
+        beside = {f"{parent}{dot}{part}_proj_weight" for part in ("in", "q")}
         head = last in ("lm_head", "output_head", "embed_out")
         outside = not any(part.isdigit() for part in layer.split("."))
         vocabulary = outside and info.shape[0] == config.get("vocab_size") and not head
@@ -100,7 +102,10 @@ def facts_by_name(checkpoint: Checkpoint) -> Facts:
         elif conv1d and last in _CONV1D:
             facts.others[layer] = AS_CONV1D
         else:
-            facts.layers[layer] = KnownLayer((layer,), TIED if tied and head else "")
+            obstacle = TIED if tied and head else ""
+            if last == "out_proj" and not beside.isdisjoint(checkpoint.tensors):
+                obstacle = _OF_ATTENTION
+            facts.layers[layer] = KnownLayer((layer,), obstacle)
     roles = patterns.roles_by_name(facts.layers)
     facts.layers = {n: replace(f, role=roles.get(n, "")) for n, f in facts.layers.items()}
     return facts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import weakref
 from collections import deque
@@ -17,24 +18,48 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8kit.conversion.readers.reads import read_by_code
+from fp8kit.conversion.readers.source import names_in
 from fp8kit.conversion.readers.values import closure
 from fp8kit.modules.dense import is_linear
 from fp8kit.modules.hooks import is_replaced
 
+# modules of torch that read the weights of their layers without calling the layers
+_READERS: dict[type[nn.Module], str] = {
+    nn.MultiheadAttention: "multiplies by the weight itself, in one function for all of attention",
+    nn.TransformerEncoderLayer: "has a fast path that reads the dense weight itself",
+}
 _HOLD_NOTHING = (nn.Module, type, types.ModuleType, str, int, float, type(None))
 
 
 def read_elsewhere(model: nn.Module, methods: bool = False) -> dict[nn.Module, str]:
     """Find layers whose weight is read by code or held by an attribute or buffer elsewhere.
 
-    With ``methods`` also layers of which an attribute holds a method, such as ``forward``. The
-    reason of each is the end of a sentence. The model is neither run nor changed.
+    Modules of torch count as code. With ``methods`` also layers of which an attribute holds a
+    method, such as ``forward``. The reason of each is the end of a sentence. The model is neither
+    run nor changed.
     """
     held = _held_in_parts(model).items()
     return {
         **read_by_code(model),
         **{layer: said for (layer, part), said in held if methods or part == "weight"},
+        **dict(_read_by_torch(model)),
     }
+
+
+def _read_by_torch(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    for holder in model.modules():
+        for kind, reads in _READERS.items():
+            if isinstance(holder, kind) and _runs_forward_of(kind, type(holder)):
+                said = f"nn.{kind.__name__} {reads}"
+                yield from ((layer, said) for layer in holder.children() if is_linear(layer))
+
+
+def _runs_forward_of(kind: type, cls: type) -> bool:
+    """Return whether subclass ``cls`` may run the ``forward`` of ``kind``, as far as names tell."""
+    below = [vars(c) for c in cls.__mro__[: cls.__mro__.index(kind)]]
+    functions = (f for held in below for f in held.values() if isinstance(f, types.FunctionType))
+    named = any("forward" in names_in(inspect.unwrap(f).__code__) for f in functions)
+    return named or not any("forward" in held for held in below)
 
 
 def _held_in_parts(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
