@@ -209,10 +209,14 @@ def experts_overview(found: dict[str, Any]) -> str:
         lines.append([*cells, peer_cell(block.get(m)), dense_cell(block.get(m))])
     names = ", ".join(dict.fromkeys(row["shape"] for row in rows))
     beside = any("flashinfer_cutlass" in row["us"] for row in rows)
-    flashinfer = ", and with FlashInfer's layer of static scales" if beside else ""
+    flashinfer = (
+        " A peer here too is FlashInfer, whose layer has static scales and promotes no sums."
+        if beside
+        else ""
+    )
     text = (
         f"Whole layers of experts, bf16 in and out, ids and weights given ({names}), compared as "
-        f"above{flashinfer}; of Transformers' bf16 layers the faster.\n\n"
+        f"above; of Transformers' bf16 layers the faster.{flashinfer}\n\n"
     )
     return text + table(columns, lines)
 
