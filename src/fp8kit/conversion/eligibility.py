@@ -198,6 +198,8 @@ def _of_state(module: nn.Module) -> str:
 
 def of_instance(layer: nn.Module) -> str:
     """Return why what other code has set on a layer forbids that it becomes FP8, or nothing."""
+    if hasattr(layer, "quantization_scheme"):
+        return ""  # compressed-tensors' forward rounds to what an FP8 layer holds
     return of_call(layer) or _of_names_taken(layer)
 
 
