@@ -38,6 +38,7 @@ from zoo import of_transformers
 transformers = pytest.importorskip("transformers")
 from fp8kit.integrations import transformers as plugin  # noqa: E402
 from fp8kit.integrations import transformers_saving  # noqa: E402
+from fp8kit.integrations.quantizer_of_layers import refuse_codes  # noqa: E402
 
 IDS = torch.arange(60).view(1, -1) * 37 % 4096
 
@@ -158,6 +159,15 @@ def test_codes_do_not_fill_a_dense_model_as_numbers(kind: str) -> None:
     cast = state | {n: t.to(torch.float8_e4m3fn) for n, t in state.items() if "q_proj" in n}
     assert_same_tensors(fill(state_dict=state), state)
     fill(state_dict=cast)
+
+
+def test_codes_fill_buffers_of_codes() -> None:
+    holder = nn.Module()
+    codes, scale = torch.ones(4, 4).to(torch.float8_e4m3fn), torch.ones(4, 1)
+    state = {"weight": codes, "weight_scale": scale}
+    for name, tensor in state.items():
+        holder.register_buffer(name, tensor)
+    assert refuse_codes(lambda model, given: given, holder, state) is state
 
 
 def test_second_save_is_identical(tmp_path: Path, nano: Path) -> None:

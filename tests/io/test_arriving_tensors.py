@@ -491,7 +491,9 @@ def test_a_weight_has_one_scale_by_whatever_names() -> None:
     fp8kit.convert(model, "FP8_BLOCK", exclude=[])
     names = {"0.weight_scale": q.scale, "0.weight_scale_inv": q.scale * 2}
     for order in (list(names), list(names)[::-1]):
-        refused(f"{order[1]} arrived twice", model, [(n, names[n]) for n in order])
+        scales = [(n, names[n]) for n in order]
+        refused(f"{order[1]} arrived twice", model, scales)
+        refused(f"{order[1]} arrived twice", model, [scales[0], ("0.weight", q.data), scales[1]])
 
 
 @pytest.mark.parametrize(

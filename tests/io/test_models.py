@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import re
@@ -126,6 +127,22 @@ def test_a_layer_is_loaded_dense_whose_weight_another_needs(tmp_path: Path) -> N
     assert first.weight is second.weight
     assert type(third) is Fp8Linear
     assert relative_error(first.weight, source[0].weight) < 0.05
+
+
+def test_tied_layers_that_join_parts_on_disk_are_fp8(tmp_path: Path) -> None:
+    def attention(rows: dict[str, int]) -> nn.Module:
+        parts = {name: nn.Linear(128, n, bias=False) for name, n in rows.items()}
+        return nn.ModuleDict({"self_attn": nn.ModuleDict(parts)})
+
+    apart = attention({"q_proj": 128, "k_proj": 128, "v_proj": 128})
+    source = nn.Sequential(apart, copy.deepcopy(apart))
+    fp8kit.convert(source)
+    save(source, tmp_path / "fp8")
+    model = nn.Sequential(*(attention({"qkv_proj": 384}) for _ in range(2)))
+    first, second = (block["self_attn"]["qkv_proj"] for block in model)
+    second.weight = first.weight
+    load(tmp_path / "fp8", model)
+    assert type(first) is type(second) is Fp8Linear
 
 
 def test_a_tied_tensor_is_written_once(tmp_path: Path) -> None:

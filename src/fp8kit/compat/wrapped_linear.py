@@ -327,7 +327,6 @@ class FP8Linear(nn.Module):
         layer = self._discarded()
         if layer is not None:
             layer._load_from_state_dict(state_dict, prefix, local_metadata, strict, *report)
-            self._hold(layer)
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *report)
         if self._fp16_weight_cpu is not None and dense is None and strict:

@@ -214,8 +214,10 @@ def _of_names_taken(module: nn.Module) -> str:
     """Return why attributes set on a layer forbid conversion: an FP8 layer uses their names."""
     held = {*vars(module), *module._buffers, *module._modules, *module._parameters}
     taken = held & own_names(Fp8Linear) - own_names(nn.Linear)
-    # methods set on the instance; FP8 layers print themselves, and is_replaced looks at forward
-    taken |= vars(module).keys() & set(dir(nn.Linear)) - {"extra_repr", "forward"}
+    # methods set on the instance; FP8 layers print themselves, is_replaced looks at forward, and
+    # what compile() has set is of the dense layer, which `read_elsewhere` finds
+    known = {"extra_repr", "forward", "_compiled_call_impl"}
+    taken |= vars(module).keys() & set(dir(nn.Linear)) - known
     return f"it has {some_of(sorted(taken))} of its own, and an FP8 layer too" if taken else ""
 
 

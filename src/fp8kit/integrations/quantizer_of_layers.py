@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -63,7 +64,8 @@ def refuse_codes(
     """
     given = state_dict or {}
     quantized = any(getattr(a, "hf_quantizer", None) for a in (*args, *kwargs.values()))
-    held = quantized or any(p.dtype in FP8_FORMATS for p in model.parameters())
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    held = quantized or any(t.dtype in FP8_FORMATS for t in tensors)
     codes = [n for n, t in given.items() if getattr(t, "dtype", None) in FP8_FORMATS]
     coded = [n for n in codes if not {f"{n}_scale", f"{n}_scale_inv"}.isdisjoint(given)]
     if coded and not held:

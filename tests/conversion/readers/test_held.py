@@ -227,6 +227,17 @@ def test_what_was_set_on_a_layer_is_not_lost_when_it_is_loaded(
     assert torch.equal(held(x), 2 * layers["fc"].to_linear()(x))
 
 
+def test_a_layer_that_was_compiled_alone_becomes_fp8_when_it_is_loaded(tmp_path: Path) -> None:
+    layers = nn.ModuleDict({"fc": nn.Linear(128, 128)})
+    fp8kit.convert(layers)
+    fp8kit.save(layers, tmp_path / "fp8")
+    model, x = nn.ModuleDict({"fc": nn.Linear(128, 128)}), torch.randn(3, 128)
+    model["fc"].compile()
+    fp8kit.load(tmp_path / "fp8", model)
+    assert isinstance(model["fc"], fp8kit.Fp8Linear)
+    assert torch.equal(model["fc"](x), layers["fc"](x))
+
+
 class Mirrored(nn.Module):
     """Multiplies by a weight in its layer, and again outside the layer."""
 

@@ -30,9 +30,10 @@ def _parse(source: Source) -> Announcement:
     layers = {n: _format(f"layer_quant_config.{n}", c) for n, c in special.items()}
     # an excluded layer may have been FP8 in the source already: its tensors tell the rest
     layers = {**dict.fromkeys(ignore, Format(static=None)), **layers}
-    inputs = [c.get("input_tensors") for c in (general, *special.values())]
-    dtypes = {str(i.get("dtype", _E4M3)) for i in inputs if i} - {_E4M3, "fp4"}
-    unread = tuple(f"The config says {d} for activations; here they are FP8." for d in dtypes)
+    quantized = [c for c in (general, *special.values()) if c.get("weight") is not None]
+    dtypes = {str(base.objects(c, "input_tensors").get("dtype", _E4M3)) for c in quantized}
+    others = sorted(dtypes - {_E4M3, "fp4"})
+    unread = tuple(f"The config says {d} for activations; here they are FP8." for d in others)
     return Announcement(lambda layer: base.first_match(layers, layer, common), ignore, unread)
 
 

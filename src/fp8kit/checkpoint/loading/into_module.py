@@ -224,8 +224,11 @@ def _layers_on_disk(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype
             found.read[name] = reason  # decoded, as layers below
         else:
             found.experts[name] = experts
+    routes = {name: find(name, "weight", shapes) for name in checkpoint.layers}
+    targets = (t for route in routes.values() if route for t in route.split or (route.target,))
+    filled = {named(t, "weight") for t in targets} | checkpoint.tensors.keys()
     for name, source in checkpoint.layers.items():
-        route = find(name, "weight", shapes)
+        route = routes[name]
         if route is None or route.expert is not None or source.weight == name:
             continue  # unused and reported with the others, or decoded
         siblings = {checkpoint.layers[n].scheme for n in route.sources if n in checkpoint.layers}
@@ -240,7 +243,7 @@ def _layers_on_disk(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype
             foreign = "" if own else read.get(module, "") or of_instance(module)
             aliases = {named(alias, "weight") for alias in names[module]}
             others = (n for n in tied.get(named(target, "weight"), ()) if n not in aliases)
-            if not own and (absent := [n for n in others if n not in checkpoint.tensors]):
+            if not own and (absent := [n for n in others if n not in filled]):
                 foreign = tied_to(absent[0])  # which would be without a weight
             if foreign and module.weight.dtype not in FP8_FORMATS:
                 found.read[target] = foreign  # other code would not run, or take codes for numbers

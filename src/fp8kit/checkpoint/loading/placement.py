@@ -95,7 +95,7 @@ class Placement:
         and ``ConversionError`` if it cannot be quantized.
         """
         layer, kind = self._roles.get(name) or layer_and_kind(name, self.shapes)
-        if name in self._arrived or kind in self._waiting.get(layer, ()):  # by another name
+        if named(layer, kind) in self._arrived:  # maybe by another name
             raise CheckpointError(
                 f"{name} arrived twice.",
                 "One load brings each tensor once.",
@@ -113,7 +113,7 @@ class Placement:
         if route is None:
             self.unused.append(name)
             return
-        self._arrived.add(name)
+        self._arrived.add(named(layer, kind))
         fp8 = tensor.dtype in FP8_FORMATS
         stacked = self._stacks.home(route) is not None
         if kind == "weight" and not fp8:
