@@ -77,10 +77,10 @@ def enable_fp8_gemm(
         model = copy.deepcopy(model)
     accepts = module_filter or _default_filter(model)
     found = list(_linears(model))
-    taken = dict.fromkeys(layer for _, _, name, layer in found if accepts(name, layer))
+    taken = {layer: name for _, _, name, layer in found if accepts(name, layer)}
     tried: dict[Any, Any] = {}
-    for layer in taken:  # before any is replaced, so that an error leaves the model as it was
-        check_wrappable(layer, options, tried)
+    for layer, name in taken.items():  # an error leaves the model as it was
+        check_wrappable(layer, options, tried, name)
     wrapped: dict[nn.Module, FP8Linear] = {}
     for parent, child, _, layer in found:
         if layer not in taken:

@@ -378,12 +378,16 @@ class FP8Linear(nn.Module):
 
 
 def check_wrappable(
-    linear: nn.Module, options: FP8GemmOptions, tried: dict[Any, Any] | None = None
+    linear: nn.Module,
+    options: FP8GemmOptions,
+    tried: dict[Any, Any] | None = None,
+    name: str = "",
 ) -> None:
     """Refuse a layer for which ``FP8Linear`` cannot stand; ``tried`` as in ``unlike_linear``."""
+    got = f"{name}, a {type(linear).__name__}," if name else f"a {type(linear).__name__}"
     if not isinstance(linear, nn.Linear) or isinstance(linear, Core):
         raise InvalidType(
-            f"Got {type(linear).__name__} to wrap.",
+            f"Got {got} to wrap.",
             "FP8Linear wraps an nn.Linear that is not FP8 yet.",
             "Leave other modules out with module_filter.",
         )
@@ -392,19 +396,19 @@ def check_wrappable(
         differs = "computes its weight in a hook"
     if differs:
         raise InvalidType(
-            f"Got a {type(linear).__name__} that {differs}.",
+            f"Got {got} that {differs}.",
             "FP8Linear multiplies by a weight and adds a bias.",
             "Leave it out with module_filter; remove pruning or weight_norm first.",
         )
     if linear.weight.is_meta and options.fp16_weight_storage != "keep":
         raise InvalidValue(
-            "Got a layer whose weight is on the meta device.",
+            f"Got {got} whose weight is on the meta device.",
             f"fp16_weight_storage={options.fp16_weight_storage!r} keeps its values.",
             "Load the weights first, or use fp16_weight_storage='keep'.",
         )
     if linear.weight.dtype not in FLOATS:
         raise InvalidType(
-            f"Got a layer with a {linear.weight.dtype} weight.",
+            f"Got {got} with a {linear.weight.dtype} weight.",
             "FP8 is made from bfloat16, float16 or float32.",
             "Cast the layer, or leave it out with module_filter.",
         )
