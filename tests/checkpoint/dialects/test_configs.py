@@ -185,6 +185,24 @@ def test_fpw8a16_of_auto_round_leaves_inputs_alone(group: GroupShape, tmp_path: 
     assert_bits_equal(model[0].to_linear(torch.float32).weight.detach(), weight)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [{"data_type": "mx_fp", "bits": 8}, {"packing_format": "auto_round:fp8", "data_type": "fp"}],
+    ids=["mx", "fp8"],
+)
+def test_inputs_that_auto_round_leaves_alone_in_some_layers_are_said(said: dict[str, Any]) -> None:
+    def unread(**more: Any) -> tuple[str, ...]:
+        source = Source({"quantization_config": AUTO_ROUND | said | more}, KINDS)
+        return dialect_of(source).parse(source).unread
+
+    some = {"model.layers.0.mlp.up_proj": {"act_bits": 16}, "lm_head": {"bits": 16}}
+    (sentence,) = unread(act_bits=8, extra_config=some)
+    assert "model.layers.0.mlp.up_proj" in sentence
+    assert "lm_head" not in sentence
+    assert unread(act_bits=8, extra_config={"lm_head": {"bits": 16}}) == ()
+    assert unread(act_bits=16, extra_config=some) == ()  # as all others
+
+
 def test_flat_modelopt_counts_more_than_nested() -> None:
     nested = {"hf_quant_config.json": {"quantization": {"quant_algo": "FP8"}}}
     assert read({}, documents=nested) == ("modelopt", Format(TENSOR, static=True))

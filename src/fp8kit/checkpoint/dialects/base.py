@@ -304,6 +304,19 @@ def strings(config: JsonObject, *keys: str) -> tuple[str, ...]:
     return ()
 
 
+def sixteen_bit_inputs(found: JsonObject) -> tuple[str, ...]:
+    """Say which layers AutoRound gives inputs of 16 bits one by one, which is not carried out."""
+    if found.get("act_bits") in (None, 16):
+        return ()
+    special = objects(found, "extra_config").items()
+    exact = [
+        name for name, said in special if isinstance(said, dict) and said.get("act_bits") == 16
+    ]
+    if not exact:
+        return ()
+    return (f"extra_config leaves the inputs of {some_of(exact)} in 16 bits; here they are FP8.",)
+
+
 def objects(config: JsonObject, key: str) -> JsonObject:
     """Read an object, empty if it is absent or null; raises ``CheckpointError`` otherwise."""
     found = config.get(key)

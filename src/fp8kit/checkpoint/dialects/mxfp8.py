@@ -31,7 +31,8 @@ def _parse(source: Source) -> Announcement:
     # AutoRound writes act_bits below 16 only
     sixteen = source.method.endswith("auto-round") and found.get("act_bits") in (None, 16)
     exact = sixteen and found.get("bits") == 8
-    return Announcement(lambda _: Format(MX, None if exact else MX, weight_only=exact), ignore)
+    fmt = Format(MX, None if exact else MX, weight_only=exact)
+    return Announcement(lambda _: fmt, ignore, base.sixteen_bit_inputs(found))
 
 
 def _render(dialect: str, spec: Spec) -> JsonObject:

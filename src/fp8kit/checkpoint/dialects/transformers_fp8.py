@@ -50,7 +50,7 @@ def _parse(source: Source) -> Announcement:
         table = base.is_embedding(layer) and f"{layer}.weight_scale" in source.kinds
         return Format(TENSOR, static=None) if table else fmt
 
-    return Announcement(format_of, ignore)
+    return Announcement(format_of, ignore, base.sixteen_bit_inputs(found))
 
 
 def _is_fpw8a16(found: JsonObject) -> bool:
