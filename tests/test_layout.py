@@ -65,7 +65,7 @@ DYNAMIC_IMPORTERS = (
 FILE_LINES, KERNEL_FILE_LINES = 430, 500
 FUNCTION_LINES, KERNEL_FUNCTION_LINES = 60, 80
 PARAMETERS = 8
-SOURCE_LINES = 46508
+SOURCE_LINES = 46509
 PUBLIC_NAMES = 56
 # operator schemas are flat, and implementation and fake repeat them; launchers get pointers,
 # extents and a tile; convert has the parameters of plan, and one for the dense weights

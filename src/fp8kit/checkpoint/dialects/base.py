@@ -17,6 +17,7 @@ from fp8kit.errors import CheckpointError, some_of
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape, Scheme
 
 JsonObject = dict[str, Any]
+AUTO_ROUND = ("auto-round", "intel/auto-round")  # its names of quant_method
 OTHER_FORMAT = "Weights of other formats are not read: start from the high-precision checkpoint."
 _AGAIN = "Correct it, or export the model again."
 _CONFIG = "The quantization config"

@@ -15,7 +15,7 @@ from fp8kit.formats import MX, SCHEMES
 
 def _detect(source: Source) -> bool:
     found = source.quantization
-    if source.method in ("auto-round", "intel/auto-round"):
+    if source.method in base.AUTO_ROUND:
         return str(found.get("data_type")) == "mx_fp" and found.get("bits") in (4, 8)
     blocks = found.get("weight_block_size") == [1, 32]
     return source.method == "mxfp8" or (source.method == "fp8" and blocks)
@@ -29,7 +29,7 @@ def _parse(source: Source) -> Announcement:
     base.choice(found, "activation_scheme", ("dynamic", None))
     ignore = base.strings(found, "ignored_layers", "modules_to_not_convert")
     # AutoRound writes act_bits below 16 only
-    sixteen = source.method.endswith("auto-round") and found.get("act_bits") in (None, 16)
+    sixteen = source.method in base.AUTO_ROUND and found.get("act_bits") in (None, 16)
     exact = sixteen and found.get("bits") == 8
     fmt = Format(MX, None if exact else MX, weight_only=exact)
     return Announcement(lambda _: fmt, ignore, base.sixteen_bit_inputs(found))

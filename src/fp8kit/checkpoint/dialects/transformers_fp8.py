@@ -20,7 +20,7 @@ from fp8kit.quantizers.scale_layout import E8M0_DTYPES
 
 def _detect(source: Source) -> bool:
     found = source.quantization
-    if source.method in ("auto-round", "intel/auto-round"):
+    if source.method in base.AUTO_ROUND:
         said = f"{found.get('packing_format')} {found.get('data_type')}"
         # NVFP4 is FP8 once it is read
         return "fp8" in said or "nv_fp" in said or _is_fpw8a16(found)
