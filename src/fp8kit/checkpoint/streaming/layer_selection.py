@@ -93,7 +93,6 @@ def facts_by_name(checkpoint: Checkpoint) -> Facts:
         parent, dot, last = layer.rpartition(".")
         if kind != "weight" or len(info.shape) != 2 or _EXPERT.match(layer):
             continue
-        beside = {f"{parent}{dot}{part}_proj_weight" for part in ("in", "q")}
         head = last in ("lm_head", "output_head", "embed_out")
         outside = not any(part.isdigit() for part in layer.split("."))
         vocabulary = outside and info.shape[0] == config.get("vocab_size") and not head
@@ -103,7 +102,8 @@ def facts_by_name(checkpoint: Checkpoint) -> Facts:
             facts.others[layer] = AS_CONV1D
         else:
             obstacle = TIED if tied and head else ""
-            if last == "out_proj" and not beside.isdisjoint(checkpoint.tensors):
+            beside = (f"{parent}{dot}{part}_proj_weight" for part in ("in", "q"))
+            if last == "out_proj" and any(name in checkpoint.tensors for name in beside):
                 obstacle = _OF_ATTENTION
             facts.layers[layer] = KnownLayer((layer,), obstacle)
     roles = patterns.roles_by_name(facts.layers)
