@@ -63,12 +63,11 @@ def refuse_codes(
     It would cast the codes to the dtype of the model and list their scales as unexpected.
     """
     given = state_dict or {}
-    quantized = any(getattr(a, "hf_quantizer", None) for a in (*args, *kwargs.values()))
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    held = quantized or any(t.dtype in FP8_FORMATS for t in tensors)
     codes = [n for n, t in given.items() if getattr(t, "dtype", None) in FP8_FORMATS]
     coded = [n for n in codes if not {f"{n}_scale", f"{n}_scale_inv"}.isdisjoint(given)]
-    if coded and not held:
+    quantized = any(getattr(a, "hf_quantizer", None) for a in (*args, *kwargs.values()))
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    if coded and not quantized and all(t.dtype not in FP8_FORMATS for t in tensors):
         raise CheckpointError(
             f"state_dict has codes with scales of {len(coded)} FP8 weights, such as {coded[0]}, "
             f"and {type(model).__name__} is dense.",
