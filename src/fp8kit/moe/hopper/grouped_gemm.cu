@@ -229,6 +229,10 @@ __device__ __forceinline__ Stage<TileQueue::SLOTS> multiply_tiles(
         w_next[half] = w_scales[half][CHUNKS == 2 ? min(half, scale_steps - 1) : 0];
       }
     }
+    auto w_scale_at = [&](int step, int half) {
+      const int chunk = step * CHUNKS + (CHUNKS == 2 ? half : 0);
+      return w_scales[half][min(chunk, scale_steps - 1)];
+    };
     auto multiply = [&](float (&sum)[ACC], int half) {
       const u32 w = w_tiles_at + now.index * (W_BYTES / 16) + half * (HALF_BYTES / 16);
       const u32 x = x_tiles_at + now.index * (X_STAGE_BYTES / 16) + (CHUNKS == 2 ? half * (X_BYTES / 16) : 0);
@@ -269,8 +273,7 @@ __device__ __forceinline__ Stage<TileQueue::SLOTS> multiply_tiles(
             multiply(partial[2 * i + half], half);
             if (!WEIGHT_BLOCKS) continue;
             w_of[2 * i + half] = w_next[half];
-            const int chunk = (step + i + 1) * CHUNKS + (CHUNKS == 2 ? half : 0);
-            w_next[half] = w_scales[half][min(chunk, scale_steps - 1)];
+            w_next[half] = w_scale_at(step + i + 1, half);
           }
           now.advance();
         }
@@ -293,8 +296,7 @@ __device__ __forceinline__ Stage<TileQueue::SLOTS> multiply_tiles(
 #pragma unroll
             for (int half = 0; half < 2; half++) {
               w_s[half] = w_next[half];
-              const int chunk = (step + i + 1) * CHUNKS + (CHUNKS == 2 ? half : 0);
-              w_next[half] = w_scales[half][min(chunk, scale_steps - 1)];
+              w_next[half] = w_scale_at(step + i + 1, half);
             }
           }
           barrier_wait(ring.full[now.index], now.parity);
