@@ -321,7 +321,7 @@ def compile_cell(
     sizes = ((e, 2 * i, h), (e, h, i))
     codes = [torch.full(size, 1.0, device=device, dtype=E4M3) for size in sizes]
     coded = {}
-    for kind, group in GROUPS.items() | ({("tensor", fp8kit.ROW)} if static else set()):
+    for kind, group in (GROUPS | ({"tensor": fp8kit.ROW} if static else {})).items():
         if kind != "block" or blocks_fit(shape):
             scales = [torch.ones(stack_scale_shape(c.shape, group), device=device) for c in codes]
             pair = (fp8kit.QTensor(c, s, group) for c, s in zip(codes, scales, strict=True))

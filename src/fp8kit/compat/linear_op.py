@@ -17,7 +17,8 @@ from fp8kit.compat.w8a8 import scaled_fp8_quant
 from fp8kit.errors import InvalidValue
 from fp8kit.formats import FP8_FORMATS, ROW, TENSOR, QTensor, Scheme
 
-# how an input is quantized: per token as the core does, or per tensor
+# how an input is quantized: per token as the core does, or per tensor; a flag of another kind is no
+# key, so `names_wrong_argument` names it
 _DYNAMIC: dict[tuple[Any, ...], Scheme | None] = {
     (group, dtype, per_token): None
     if per_token
